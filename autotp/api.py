@@ -77,6 +77,11 @@ def parallelize(
             over gloo, which has no reduce-scatter).
         recompute: "full" keeps only the inputs of each numbered block for backward, and computes the block again there;
             "selective" computes the scores of attention again, where attention is not fused; "none" keeps everything.
+        memory: the bytes that this rank may use: a number, "24GB" or "20GiB"; "auto": nine tenths of the device's
+            memory; or "50%" of what a call keeps for backward. Parameters, gradients and the states of AdamW in the
+            parameters' dtype are subtracted. For every value that backward needs, the budget then decides: it stays, it
+            is computed again, it goes to the host, or it stays in fewer bytes where that is exact. It chooses what
+            takes the least time, for the sizes of each call; `model.plan` shows it. In place of `recompute`.
         overlap: "batch" computes a batch in two halves that take turns: while the partial sums of one half are added
             over the ranks, the other half computes, in forward and in backward. It divides a batch, or the sequence
             of its one row, in training.

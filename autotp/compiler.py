@@ -46,7 +46,7 @@ from autotp.passes.plan.infer_axes import Axes, infer_axes
 from autotp.passes.plan.sequence.causal_masks import causal_masks
 from autotp.passes.plan.user_cuts import resolved
 from autotp.passes.program import canonicalized, emitted, planned, sequences
-from autotp.passes.program.emitted import Site
+from autotp.passes.program.emitted import FIRST_SEAT, Seat, Site
 from autotp.passes.program.loss_only import with_loss_only
 from autotp.passes.program.program import FIRST_CALL, CallState, CapturedProgram, Program, ProgramWithAxes
 from autotp.rules.call import placeholders
@@ -210,7 +210,8 @@ class Captures:
 
 def _for_any_tp(program: CapturedProgram) -> CapturedProgram:
     """Returns the program without what only passes of `Pass.by_tp` may read."""
-    return replace(program, tp=ANY_TP, options=replace(program.options, sequence_parallel=False, recompute="none"))
+    options = replace(program.options, sequence_parallel=False, recompute="none", memory=None)
+    return replace(program, tp=ANY_TP, options=options)
 
 
 def _wanted(options: Options) -> list[Pass]:
@@ -477,7 +478,12 @@ def _is_typed(graph: fx.Graph, program: Program, to: Target) -> bool:
 
 
 def rank_program(
-    graph: fx.Graph, program: Program, settings: Options, device: torch.device, groups: Mapping[str, str | None]
+    graph: fx.Graph,
+    program: Program,
+    settings: Options,
+    device: torch.device,
+    groups: Mapping[str, str | None],
+    seat: Seat = FIRST_SEAT,
 ) -> RankProgram:
     """Returns a rank's graph, or that of one of its stages, as it runs, with the sources of its placeholders.
 
@@ -485,8 +491,9 @@ def rank_program(
 
     Args:
         groups: mesh axis -> name of the process group; empty for a simulation.
+        seat: where the rank is, for a budget of memory.
     """
-    module = _emitted(EMIT, graph, program, Site(settings=settings, device=device, groups=groups))
+    module = _emitted(EMIT, graph, program, Site(settings=settings, device=device, groups=groups, seat=seat))
     captured = program.captured
     sources: dict[str, str | Tensor] = {**captured.parameters, **captured.buffers, **captured.constants}
     read = {name: sources[name] for name in placeholders(graph) if name in sources}

@@ -10,6 +10,7 @@ and `help`. The command line makes its flags of the same.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -27,6 +28,7 @@ Experts = Literal["width", "expert"]
 Randomness = Literal["fast", "exact"]
 CheckInputs = Literal["always", "first", "never"]
 Recompute = Literal["none", "selective", "full"]
+Memory = int | str | None
 CpAttention = Literal["auto", "gather", "heads"]
 Overlap = Literal["none", "batch"]  # "batch" is an extension's.
 OPTIONAL = (
@@ -63,6 +65,12 @@ class BackwardOptions(TypedDict, total=False):
     recompute: Recompute
 
 
+class MemoryOptions(TypedDict, total=False):
+    """Those of calls that count the bytes of a rank."""
+
+    memory: Memory
+
+
 class RankOptions(TypedDict, total=False):
     """Those of calls that run on several processes."""
 
@@ -73,7 +81,7 @@ class EstimateOptions(StepOptions, BackwardOptions, total=False):
     """The options of `estimate`."""
 
 
-class TrainingOptions(CutOptions, BackwardOptions, RankOptions, total=False):
+class TrainingOptions(CutOptions, BackwardOptions, MemoryOptions, RankOptions, total=False):
     """The options of `distribute` that are not about pipelines and replicas."""
 
 
@@ -89,7 +97,7 @@ class TrialOptions(PlanOptions, BackwardOptions, total=False):
     """The options of `verify` and `stages`."""
 
 
-class ParallelOptions(TrialOptions, RankOptions, total=False):
+class ParallelOptions(TrialOptions, MemoryOptions, RankOptions, total=False):
     """The options of `parallelize` and `from_pretrained`."""
 
     check_inputs: CheckInputs
@@ -147,6 +155,7 @@ class Options:
         randomness: whether dropout draws the numbers of one device.
         check_inputs: when ranks compare their inputs.
         recompute: the values that backward computes again.
+        memory: the bytes that a rank may use: a number, "24GB", "auto", or "50%" of what a microbatch keeps.
         overlap: "batch": the halves of a batch (or of one row) take turns: one computes while the other communicates.
         cp: the number of context-parallel ranks, over which sequences are cut.
         cp_attention: whether attention over cp gathers keys and values, or exchanges heads for the sequence.
@@ -161,6 +170,7 @@ class Options:
     randomness: Randomness = "fast"
     check_inputs: CheckInputs = "first"
     recompute: Recompute = "none"
+    memory: Memory = None
     overlap: Overlap = "none"
     cp_attention: CpAttention = "auto"
     cp: int = field(default=1, kw_only=True)
@@ -234,3 +244,42 @@ def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = Mappi
         extension.expect(options)
     if "outline" in options.without and options.recompute != "none":
         raise Error("without=('outline',): recompute needs blocks, which outline makes", fix='recompute="none"')
+    if options.memory is not None:
+        _expect_memory(options)
+
+
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B|B)")
+_UNITS = {"%": 0.01, "B": 1, **{f"{c}B": 1000 ** (i + 1) for i, c in enumerate("KMGT")},
+          **{f"{c}iB": 1024 ** (i + 1) for i, c in enumerate("KMGT")}}  # fmt: skip
+
+
+def memory_limit(memory: int | str) -> float:
+    """Returns the bytes of a budget; for a percentage the part, at most 1.
+
+    Raises:
+        Error: it is neither.
+    """
+    match = _MEMORY.fullmatch(memory.strip()) if isinstance(memory, str) else None
+    limit = float(match[1]) * _UNITS[match[2]] if match else float(memory) if type(memory) is int else 0.0
+    percent = match is not None and match[2] == "%"
+    if not (0 < limit <= 1 if percent else limit > 1):
+        raise Error(f"memory={memory!r} is no number of bytes", expected='"24GB", "20GiB", "50%", "auto", or an int')
+    return limit
+
+
+def _expect_memory(options: Options) -> None:
+    """Raises Error for a budget that cannot be read, or beside an option that says the same."""
+    if options.memory != "auto" and options.memory is not None:
+        memory_limit(options.memory)
+    if options.recompute != "none":
+        raise Error(
+            f'memory={options.memory!r} beside recompute="{options.recompute}": both say what is computed again',
+            fix='recompute="none"',
+        )
+    if "outline" in options.without:
+        raise Error("without=('outline',): memory needs blocks, which outline makes", fix="memory=None")
+    if options.overlap != "none":
+        raise Error(
+            f'memory={options.memory!r} beside overlap="{options.overlap}": no block has values of a whole batch then',
+            fix='overlap="none"',
+        )

@@ -27,6 +27,7 @@ from peers.megatron_gpt import MegatronGPT, Size
 from torch import Tensor, nn
 
 import autotp
+from autotp.costs.hardware import GIB, KINDS, Hardware
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.options import Overlap, Recompute
 from autotp.tools.estimation.counts.activations import stage_memory
@@ -36,7 +37,6 @@ from autotp.tools.estimation.layout import AUTOTP, Practice, StepLayout
 from autotp.tools.estimation.price import Prices, price, savings
 from autotp.tools.estimation.result import Estimate
 from autotp.tools.estimation.search import search
-from autotp.tools.estimation.seconds.hardware import GIB, KINDS, Hardware
 from autotp.tools.estimation.seconds.times import piece_times
 
 F16 = torch.float16

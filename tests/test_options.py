@@ -14,7 +14,7 @@ from errors import message
 import autotp
 from autotp.distributed.launch import TORCHRUN
 from autotp.error_file import OURS
-from autotp.options import DEFAULTS, OPTIONAL, Options, expect_choices
+from autotp.options import DEFAULTS, OPTIONAL, Options, expect_choices, memory_limit
 from autotp.tracebacks import TRACEBACK
 
 PASSES = ", ".join(map(repr, OPTIONAL))
@@ -36,10 +36,34 @@ TAKE_OPTIONS = [
             {"without": "outline", "recompute": "full"},
             "without=('outline',): recompute needs blocks, which outline makes\n  try      recompute=\"none\"",
         ),
+        (
+            {"memory": "lots"},
+            "memory='lots' is no number of bytes\n  expected \"24GB\", \"20GiB\", \"50%\", \"auto\", or an int",
+        ),
+        (
+            {"memory": "50%", "recompute": "full"},
+            "memory='50%' beside recompute=\"full\": both say what is computed again\n  try      recompute=\"none\"",
+        ),
+        (
+            {"memory": 10**9, "without": "outline"},
+            "without=('outline',): memory needs blocks, which outline makes\n  try      memory=None",
+        ),
     ],
 )
 def test_expect_choices_names_the_wrong_option(given: dict[str, Any], text: str) -> None:
     assert message(lambda: expect_choices(Options(**given))) == text
+
+
+@pytest.mark.parametrize(
+    ("memory", "limit"), [("24GB", 24e9), ("20 GiB", 20 * 2**30), ("50%", 0.5), ("0.5KB", 500.0), (10**9, 1e9)]
+)
+def test_memory_is_a_number_of_bytes_or_a_part(memory: int | str, limit: float) -> None:
+    assert memory_limit(memory) == limit
+
+
+@pytest.mark.parametrize("memory", ["0%", "120%", "GB", "-1GB", 0, True, 1.5, "0B"])
+def test_other_budgets_are_refused(memory: Any) -> None:
+    assert "is no number of bytes" in message(lambda: expect_choices(Options(memory=memory)))
 
 
 def test_expect_choices_takes_further_options() -> None:

@@ -131,6 +131,50 @@ class Traffic:
         return sum(sent.bytes for sent in self.sends if sent.backward)
 
 
+@dataclass(frozen=True)
+class KeptRow:
+    """Values that backward needs, of one line of the model, in all blocks that have it.
+
+    Attributes:
+        at: the source line.
+        bytes: what they are together, in one call.
+        staying: what of it stays on the device.
+        done: what the budget did with them: "keep", "recompute", "host", "bits" -> the number of blocks.
+    """
+
+    at: str
+    bytes: int
+    staying: int
+    done: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a budget (`memory=`) did with the values of the last call.
+
+    Attributes:
+        memory: the option.
+        needed: bytes of this rank at its fullest moment, as the budget counts them.
+        fixed: bytes of parameters, gradients and states of AdamW.
+        kept: bytes that a call keeps for backward.
+        kept_without: bytes that it would keep without a budget.
+        seconds: what backward takes longer, as predicted.
+        collectives: the number of collectives that run again.
+        gigabyte: seconds of a call that the next gigabyte would save.
+        largest: the largest kept values, by line of the model.
+    """
+
+    memory: int | str
+    needed: int
+    fixed: int
+    kept: int
+    kept_without: int
+    seconds: float
+    collectives: int
+    gigabyte: float
+    largest: tuple[KeptRow, ...]
+
+
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
     """The plan for a model on `tp` ranks, returned by `explain`; `print(plan)` is a table of at most 100 columns.
@@ -155,6 +199,7 @@ class Plan(Shown):
             "overlap" -> how many operators compute the batch, or one row's sequence, in halves.
         types: the types of the values that these operators return, such as `[b, s@cp, 3072@tp]` -> how many have it.
         attention: the attentions of a rank, with the kernels that can compute each.
+        memory: what a budget did with the values of the last call; None without a budget.
         source: the captured model, which `save_page` draws; only in what `explain` and `verify` return, and not a part
             of what is compared, copied by pickle or printed.
 
@@ -172,7 +217,7 @@ class Plan(Shown):
     DATA = (
         "model", "tp", "cp", "cut", "cuts", "whole", "bytes_total", "bytes_rank", "traffic", "traffic_over_cp",
         "in_sequence", "balanced", "unbalanced", "notes", "types", "along_sequence", "outputs",
-        "attention",
+        "attention", "memory",
     )  # fmt: skip
 
     model: str
@@ -191,6 +236,7 @@ class Plan(Shown):
     notes: Mapping[str, str] = field(default_factory=dict)
     types: Mapping[str, int] = field(default_factory=dict)
     attention: tuple[AttentionRow, ...] = ()
+    memory: MemoryPlan | None = None
     source: Any = field(default=None, compare=False)
 
     def summary(self) -> str:
@@ -269,7 +315,8 @@ class Plan(Shown):
         head = ("cut", "shape", "forward", "backward", "why")
         cut = Table(head, _cut_rows(self), ("cut", "", "sent", "sent", "note"))
         whole = Table(("whole on every rank", "shape", "why", "at"), _whole_rows(self), ("whole", "", "note", "note"))
-        tables = [table for table in (cut, whole) if table.rows]
+        kept = Table(("kept for backward", "bytes", "stay", "budget"), _kept_rows(self), ("", "", "", "note"))
+        tables = [table for table in (cut, whole, kept) if table.rows]
         return Sheet(f"{self.model} on {self.sizes}", (*tables, tuple(_totals(self))))
 
 
@@ -286,6 +333,24 @@ def _whole_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
     return tuple(folded([(row.name, row.cells()) for row in plan.whole]))
 
 
+def _kept_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """Returns the rows of the table of the largest values under a budget."""
+    rows = () if plan.memory is None else plan.memory.largest
+    return tuple(
+        (row.at, bytes_text(row.bytes), bytes_text(row.staying), ", ".join(f"{n} {fate}" for fate, n in row.done.items()))
+        for row in rows
+    )
+
+
+def _memory_lines(memory: MemoryPlan) -> Iterator[str]:
+    """Yields the lines about a budget."""
+    kept, whole = bytes_text(memory.kept), bytes_text(memory.kept_without)
+    yield f"memory      {memory.memory}: a call keeps {kept} of {whole}; this rank needs {bytes_text(memory.needed)}"
+    again = f", with {memory.collectives} collectives" * (memory.collectives > 0)
+    yield f"budget      backward takes {memory.seconds * 1e3:.3g} ms longer{again} (predicted)"
+    yield f"budget      the next gigabyte would save {memory.gigabyte * 1e3:.3g} ms"
+
+
 def _totals(plan: Plan) -> Iterator[str]:
     """Yields the lines below the tables: bytes, and what a step sends."""
     total, fullest = bytes_text(plan.bytes_total), bytes_text(plan.bytes_rank)
@@ -299,6 +364,7 @@ def _totals(plan: Plan) -> Iterator[str]:
         yield f'outputs     {cut_outputs} stay cut: autotp.gather makes them whole, or outputs="full"'
     yield from (f"{name:<12}{note}" for name, note in plan.notes.items())
     yield from (f"kernels     {line}" for line in attention_lines(plan.attention))
+    yield from () if plan.memory is None else _memory_lines(plan.memory)
     if plan.cp > 1 and not plan.in_sequence:
         yield "over cp     no sequence can be cut: every cp rank computes the whole call"
     if plan.in_sequence:

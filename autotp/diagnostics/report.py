@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from autotp.compiler import flat_graph
 from autotp.diagnostics.attention_kernels import AttentionRow, attention_rows
 from autotp.diagnostics.node_text import size_text, sizes_of
-from autotp.diagnostics.plan import CutRow, Plan, StepCollective, Traffic, WholeRow
+from autotp.diagnostics.plan import CutRow, KeptRow, MemoryPlan, Plan, StepCollective, Traffic, WholeRow
 from autotp.diagnostics.reasons import Reasons, read_by
 from autotp.display.text_table import bytes_text
 from autotp.ops import collectives
@@ -27,6 +27,7 @@ from autotp.passes.canonicalize.causal_attention import causal_attention
 from autotp.passes.canonicalize.custom_vjp import backward_of
 from autotp.passes.capture.replacements.opaque_call import OpaqueCall
 from autotp.passes.check.types import Typed
+from autotp.passes.emit.memory.budget import budget_of
 from autotp.passes.lower.local_sizes import value_of
 from autotp.passes.lower.overlap import separate
 from autotp.passes.plan.candidate import contracts
@@ -54,11 +55,43 @@ BACKWARD = {
 """The collective of each conjugate, in forward and in backward."""
 
 
-def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan:
+LARGEST = 8
+"""The rows of the table of kept values."""
+
+
+def memory_plan(module: fx.GraphModule) -> MemoryPlan | None:
+    """Returns what the budget of an emitted graph did in the last call; None without a budget."""
+    budget = budget_of(module)
+    choice = None if budget is None else budget.latest
+    if choice is None:
+        return None
+    rows: dict[str, list[tuple[int, int, str]]] = {}
+    for call, made in zip(choice.table.calls, choice.chosen.choices, strict=True):
+        for name, value in choice.table.tables[call.kind].values.items():
+            if value.kept:
+                row = value.kept, made.after.kept.get(name, 0), made.fates.get(name, "keep")
+                rows.setdefault(line_of(value.node), []).append(row)
+    for memory, node in choice.table.outside.items():
+        rows.setdefault(line_of(node), []).append((choice.table.sizes[memory],) * 2 + ("keep",))
+    largest = [
+        KeptRow(at, sum(row[0] for row in kept), sum(row[1] for row in kept), dict(Counter(row[2] for row in kept)))
+        for at, kept in rows.items()
+    ]
+    return MemoryPlan(
+        memory=choice.allowance.memory, needed=choice.needed, fixed=choice.allowance.fixed, kept=choice.kept,
+        kept_without=choice.kept_without, seconds=choice.chosen.seconds, collectives=choice.chosen.collectives,
+        gigabyte=choice.gigabyte, largest=tuple(sorted(largest, key=lambda row: -row.bytes)[:LARGEST]),
+    )  # fmt: skip
+
+
+def report(
+    analysis: Program, model: str, first: fx.Graph | None = None, emitted: fx.GraphModule | None = None
+) -> Plan:
     """Returns the plan of an analysed model.
 
     Args:
         first: the lowered graph of rank 0, if the caller has it.
+        emitted: the graph that runs, if there is one: it has what a budget did.
     """
     places = {n.name: n for n in analysis.graph.nodes if n.op == "placeholder"}
     nodes = {name: places[place] for place, name in analysis.captured.parameters.items()}
@@ -81,6 +114,7 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None) -> Plan
         cp=analysis.options.cp, in_sequence=analysis.sequences.operators, types=_types_along_sequences(analysis),
         balanced=analysis.sequences.balanced, unbalanced=analysis.sequences.unbalanced,
         notes={**analysis.notes, **_suggestions(analysis)}, attention=_attention(first, analysis),
+        memory=None if emitted is None else memory_plan(emitted),
     )  # fmt: skip
 
 

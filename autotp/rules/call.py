@@ -54,12 +54,18 @@ def call_of(node: fx.Node) -> Call:
     return Call(node.target, values, operands, outputs_of(node))  # type: ignore[arg-type]
 
 
+def operator_of(node: fx.Node) -> Any:
+    """Returns what a node calls; where `python_calls` has put a Python function in its place, the operator."""
+    return node.meta.get("operator", node.target)
+
+
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """Returns the arguments of a node by name, with defaults; nodes stay nodes."""
-    if not isinstance(node.target, OpOverload):
+    operator = operator_of(node)
+    if not isinstance(operator, OpOverload):
         # Not strict: a call may leave out parameters that have defaults.
-        return dict(zip(parameters(node.target), node.args, strict=False)) | dict(node.kwargs)
-    return bound_arguments(node.target, node.args, node.kwargs)
+        return dict(zip(parameters(operator), node.args, strict=False)) | dict(node.kwargs)
+    return bound_arguments(operator, node.args, node.kwargs)
 
 
 def bound_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +160,8 @@ def returned(graph: fx.Graph) -> tuple[Any, ...]:
 
 def writes(node: fx.Node) -> bool:
     """True for a call that writes into its arguments, as its schema says."""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    operator = operator_of(node)
+    return isinstance(operator, OpOverload) and operator._schema.is_mutable
 
 
 def updates_statistics(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autotp.model_library import library
-from autotp.rules.call import arguments_of, call_of
+from autotp.rules.call import arguments_of, call_of, operator_of
 from autotp.rules.row import Reach, Row, Trait
 from autotp.rules.table import ROWS
 
@@ -35,22 +35,29 @@ def reach_of(node: fx.Node) -> Reach | None:
     return reach(call_of(node)) if reach is not None else None
 
 
+def zigzag_of(node: fx.Node) -> Any:
+    """Returns the operator that computes a causal attention for queries in the order of `zigzag`; None for others."""
+    zigzag = ROWS.get(node.target, UNKNOWN).zigzag  # type: ignore[arg-type]
+    return zigzag(call_of(node)) if zigzag is not None else None
+
+
 def draws(node: fx.Node) -> bool:
     """True for a call that takes numbers from the random stream; dropout with p=0 or in evaluation does not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return has(node.target, Trait.RANDOM)
+    operator = operator_of(node)
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+        return has(operator, Trait.RANDOM)
     arguments = arguments_of(node)
     idle = arguments.get("train", True) is False, arguments.get("training", True) is False
     # `dropout` with p=0 returns its input, and `native_dropout` draws its mask all the same.
     nothing = (
-        node.target is not torch.ops.aten.native_dropout.default and "train" in arguments and arguments.get("p") == 0
+        operator is not torch.ops.aten.native_dropout.default and "train" in arguments and arguments.get("p") == 0
     )
     return not (any(idle) or nothing or arguments.get("dropout_p") == 0)
 
 
 def draws_from_numpy(node: fx.Node) -> bool:
     """True for a call that takes numbers from `numpy.random`."""
-    name: str = getattr(node.target, "_name", "")
+    name: str = getattr(operator_of(node), "_name", "")
     return library().draws_from_numpy(name.removesuffix(".default"))
 
 

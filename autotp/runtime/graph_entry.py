@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
@@ -27,7 +27,8 @@ from autotp.passes.capture.python_state.code_names import named
 from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.emit.bind import bind
 from autotp.passes.emit.rank_program import RankProgram
-from autotp.passes.pipeline.documents import reads_documents
+from autotp.passes.pipeline.documents import document_inputs, reads_documents
+from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
 from autotp.rules.call import returned
 from autotp.rules.traits import draws, draws_from_numpy
@@ -85,6 +86,11 @@ class GraphEntry:
     def reads_documents(self) -> bool:
         """True if attention reads where packed documents end."""
         return any(map(reads_documents, self.analysis.graph.nodes))
+
+    @cached_property
+    def documents(self) -> Collection[str]:
+        """The inputs that say where packed documents end, and that attention reads."""
+        return document_inputs(self.analysis.graph).keys()
 
     @property
     def keeps_masks(self) -> bool:
@@ -256,7 +262,7 @@ def prepare(analysis: Program, mesh: Mesh, settings: Options) -> GraphEntry:
     captured = analysis.captured
     expect_collectives_of_replicas(captured.graph, mesh)
     lowered = rank_graph(analysis, mesh.rank, settings.randomness)
-    ready = rank_program(lowered, analysis, settings, mesh.device, mesh.groups)
+    ready = rank_program(lowered, analysis, settings, mesh.device, mesh.groups, Seat(rank=mesh.rank))
     cut = {index: cut_output(layout, mesh) for index, layout in analysis.local_outputs.items() if mesh.size > 1}
     random, of_numpy = (any(map(drawing, lowered.nodes)) for drawing in (draws, draws_from_numpy))
     values = input_values_on(captured, mesh.device)

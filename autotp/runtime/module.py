@@ -339,7 +339,9 @@ class ParallelModule(Part):
 
 
 OURS: dict[str, Callable[[Executable], Any]] = {
-    "plan": lambda executable: report(executable.latest.analysis, executable.name),
+    "plan": lambda executable: report(
+        executable.latest.analysis, executable.name, emitted=executable.latest.ready.module
+    ),
     "layouts": lambda executable: executable.layouts,
     "mesh": lambda executable: executable.mesh,
     "recompute": lambda executable: executable.tree.settings.recompute,

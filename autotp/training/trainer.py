@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from autotp.attached import READ
 from autotp.compiler import rank_graph, rank_program, warn_of_whole_sequences
 from autotp.distributed.agreement import Fact, agree, line_sums, tried
 from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut
@@ -39,14 +40,17 @@ from autotp.distributed.peers.heartbeat import take_note_back
 from autotp.distributed.replica_check import expect_collectives_of_replicas
 from autotp.errors import Error, calling, within
 from autotp.groups.failures import peer_error
+from autotp.model_library import library
 from autotp.ops.collectives import reduce
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import Owner, module_at, place_in, value_at
+from autotp.passes.emit.memory.budget import on_device
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.stages import Division, Stage, staged
+from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.call_consistency import SAME_ROWS
@@ -245,8 +249,10 @@ class Trainer(InGraphs, HasHoldings):
         self._watchers: list[Callable[[], bool]] = []
         self._failed, self._idle = "", False
         self.late, self._facts = LateFacts(), StepFacts(0, Fingerprint())
-        self.mesh, self.steps, self._calls, self._training, self._scaler = mesh, 0, 0, training, scaler
+        self.mesh, self.steps, self._calls, self._scaler = mesh, 0, 0, scaler
         self.place = groups.with_sequences(make_mesh(None, mesh["tp"]), mesh)
+        training = replace(training, memory=on_device(training.memory, self.place.device))
+        self._training = training
         self.everyone = groups.world_mesh(self.place, mesh, timeout)
         self.files, self.saving, self.thread = new_group(None, timeout, "files", "gloo"), None, None
         # For errors, which name ranks by their places: `everyone` has numbers only.
@@ -262,9 +268,7 @@ class Trainer(InGraphs, HasHoldings):
         for tensor in self.skeleton.parameters() if training.compute_dtype else ():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(training.compute_dtype)
-        args, kwargs = cast_arguments(
-            self._signature.by_name(*find_inputs(model, example_inputs)), training.compute_dtype
-        )
+        args, kwargs = self._arguments(*find_inputs(model, example_inputs), training.compute_dtype)
         tensors = batch_tensors(args, kwargs)
         rows = places_of_rows(tensors, [])
         self._longest = LongestDocuments()
@@ -406,6 +410,12 @@ class Trainer(InGraphs, HasHoldings):
             device_type=device_type, padded=padded,
         )  # fmt: skip
 
+    def _arguments(self, args: Any, kwargs: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
+        """Returns the arguments of a step by name, in the dtype in which it computes."""
+        args, kwargs = self._signature.by_name(args, kwargs)
+        arguments: tuple[Any, Any] = cast_arguments((args, library().with_documents(self.skeleton, kwargs)), dtype)
+        return arguments
+
     def _first_analysis(self, args: Any, kwargs: Any, rows: frozenset[int]) -> Program:
         # A copy, as `train()` changes the modes of the skeleton.
         original = copy.deepcopy(self.skeleton)
@@ -496,7 +506,7 @@ class Trainer(InGraphs, HasHoldings):
         self, key: Any, shapes: Sequence[Any], analysis: Program, stages: Sequence[Stage], checksums: tuple[int, int]
     ) -> Pipeline:
         """Returns the graphs of this rank's stages in one mode."""
-        graphs = {i: self._graph(stages[i], analysis) for i in self._my_stages}
+        graphs = {i: self._graph(stages[i], analysis, self._seat(i)) for i in self._my_stages}
         guard = self._original.guard(analysis.captured)
         # Only between stages do zeros come back where one device has no gradient.
         learning = learning_of(analysis) if self.mesh["pp"].size() > 1 else None
@@ -510,7 +520,15 @@ class Trainer(InGraphs, HasHoldings):
         # x: [1], the loss of a microbatch.
         return engine(self._training, works, analysis, self.place.device, group, lambda x, _: self._scale(x.sum()))
 
-    def _graph(self, stage: Stage, analysis: Program) -> RankProgram:
+    def _seat(self, stage: int) -> Seat:
+        """Returns what a budget of memory needs to know of a stage's place."""
+        mine, count = self._my_stages, len(self.plan.blocks)
+        return Seat(
+            rank=self.place.rank, kept_calls=self._training.engine.flight(stage, count, self._training.microbatches),
+            replicas=self.replicas.size, share=1 / len(mine),
+        )  # fmt: skip
+
+    def _graph(self, stage: Stage, analysis: Program, seat: Seat) -> RankProgram:
         """Returns a stage's graph for this rank; its blocks read their parameters from the trainer's modules."""
         captured, place = analysis.captured, self.place
         expect_collectives_of_replicas(captured.graph, place)
@@ -522,7 +540,7 @@ class Trainer(InGraphs, HasHoldings):
                 fix="example_inputs, or a first step, in which forward runs all blocks",
             )
         owners = {name: module_at(self, name) for name in stage.blocks}
-        ready = rank_program(stage.graph, analysis, self._training, place.device, place.groups)
+        ready = rank_program(stage.graph, analysis, self._training, place.device, place.groups, seat)
         return replace(ready.attached(places, owners.get, self._read), received=stage.received)
 
     def _seed(self) -> None:
@@ -651,7 +669,11 @@ class Trainer(InGraphs, HasHoldings):
         pipeline, tensors = self._graphs_for(training, args, kwargs)
         names = pipeline.analysis.captured.inputs
         stay = [name in pipeline.on_host for name in names]
-        inputs = dict(zip(names, to_device(tensors, self.place.device, stay), strict=True))
+        moved = to_device(tensors, self.place.device, stay)
+        for name, x, on_device in zip(names, tensors, moved, strict=True):
+            if name in pipeline.documents.tokens:
+                READ.copied(x, on_device)
+        inputs = dict(zip(names, moved, strict=True))
         totals = totals_of(pipeline.analysis, inputs, self, self.mesh.get_group("dp"))
         inputs = pipeline.documents.divided(inputs, self._training.microbatches)
         for i, work in self._works.items():
@@ -694,12 +716,13 @@ class Trainer(InGraphs, HasHoldings):
         (batch,) = attempt
         if agreed.captures:
             # A rank that has graphs takes part, too: all ranks call `agree`.
+            known = pipeline
             pipeline = agree(
                 self._ranks,
-                lambda: pipeline or self._capture(training, batch),
+                lambda: self._renewed(known) if known else self._capture(training, batch),
                 lambda made: same_new_graph(self._groups, *made.checksums),
             )
-            self._keep(pipeline)
+            self._keep(pipeline, known)
         assert pipeline is not None  # Captured above otherwise.
         totals = pipeline.analysis.totals
         if totals is not None and totals.by_rows and not agreed.lengths:
@@ -719,7 +742,7 @@ class Trainer(InGraphs, HasHoldings):
             )
         for pipeline in self._pipelines:
             self._original.expect_unchanged(pipeline.guard)
-        args, kwargs = cast_arguments(self._signature.by_name(args, kwargs), self._training.compute_dtype)
+        args, kwargs = self._arguments(args, kwargs, self._training.compute_dtype)
         expect_values(batch_tensors(args, kwargs))
         args, kwargs = self._longest.as_inputs((args, kwargs), self.place.device)
         tensors, structure = batch_tensors(args, kwargs), structure_of(args, kwargs)
@@ -763,9 +786,21 @@ class Trainer(InGraphs, HasHoldings):
             pipeline = self._pipeline(batch.key, batch.shapes, analysis, stages, checksums_of(analysis, lowered))
         return pipeline
 
-    def _keep(self, pipeline: Pipeline) -> None:
-        """Keeps new graphs for later calls. Warns of those in which no sequence is cut over cp."""
-        if any(pipeline is existing for existing in self._pipelines):
+    def _renewed(self, pipeline: Pipeline) -> Pipeline:
+        """Returns graphs that this rank has, for a step in which another replica makes some.
+
+        NOTE [Trials together]
+        A new engine of torch's first runs the stages on zeros, to learn the shapes that they send. There `fully_shard`
+        gathers parameters, with all replicas. So where one replica has a new engine, each of them makes a new one.
+        """
+        if pipeline.engine is None or not self._training.zero:
+            return pipeline
+        return replace(pipeline, engine=self._engine(pipeline.analysis, self._works))
+
+    def _keep(self, pipeline: Pipeline, known: Pipeline | None) -> None:
+        """Keeps new graphs for later calls, or in the place of `known` ones. Warns where no sequence is cut over cp."""
+        if known is not None:
+            self._pipelines = [pipeline if existing is known else existing for existing in self._pipelines]
             return
         if all(pipeline.analysis is not existing.analysis for existing in self._pipelines):
             warn_of_whole_sequences(pipeline.analysis, f"Trainer.{'step' if pipeline.training else 'evaluate'}")

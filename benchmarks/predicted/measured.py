@@ -39,9 +39,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autotp
+from autotp.costs.hardware import KINDS, hardware_of
 from autotp.models.bert import BERT, BERTConfig
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.tools.estimation.seconds.hardware import KINDS, hardware_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from memory import local_part

@@ -9,13 +9,14 @@ this, so nobody looks at values, and the host does not wait for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
+from torch import fx
 
 from autotp.ops.stores import Bits, ShortNumbers
 from autotp.passes.emit.kept_values import Geometry, Saved
+from autotp.rules.call import operator_of
 
 aten = torch.ops.aten
 STORES: dict[torch.dtype, type[Bits] | type[ShortNumbers]] = {torch.bool: Bits, torch.int64: ShortNumbers}
@@ -30,7 +31,15 @@ INDEXING = {
 """Operators whose saved whole numbers choose among the elements of one dimension of an operand."""
 
 
-def is_exact(saved: Saved, operator: Any, operands: Sequence[Geometry]) -> bool:
-    """True if a tensor that an operator saves can be kept in fewer bytes without a loss."""
+def is_exact(saved: Saved, node: fx.Node, geometries: Mapping[str, Geometry]) -> bool:
+    """True if a tensor that an operator saves can be kept in fewer bytes without a loss.
+
+    Args:
+        node: the operator that saves it.
+        geometries: of the tensors that it reads, by the name of their node.
+    """
+    if saved.dtype == torch.bool:
+        return True
+    operands = [geometries[n.name] for n in node.all_input_nodes if n.name in geometries]
     bounded = all(size < 2**31 for x in operands for size in x.shape)
-    return saved.dtype == torch.bool or (saved.dtype == torch.int64 and operator in INDEXING and bounded)
+    return saved.dtype == torch.int64 and operator_of(node) in INDEXING and bounded

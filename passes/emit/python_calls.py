@@ -135,7 +135,7 @@ def _call_python_function(node: fx.Node) -> None:
     placed = list(zip(names, node.args, strict=False))
     node.args = tuple(value for name, value in placed if name not in keywords)
     node.kwargs = {**node.kwargs, **{name: value for name, value in placed if name in keywords}}
-    node.target = PYTHON_CALLS[operator]
+    node.target, node.meta["operator"] = PYTHON_CALLS[operator], operator
 
 
 def _returned(graph: fx.Graph) -> set[fx.Node]:

@@ -36,16 +36,16 @@ def recompute(graph: fx.Graph, how: Recompute, updated: Collection[str] = ()) ->
         updated: placeholder names of the buffers that are written to between forward and backward.
     """
     for node in [n for n in graph.nodes if how != "none" and n.op == "placeholder" and n.name in updated]:
-        _read_a_copy(node)
+        read_a_copy(node)
     module = outlined(graph, list(blocks(graph)), "block")
     for name, block in _parts(module) if how != "none" else ():
         fates = None if how == "full" else scores(block.graph)
-        if not any(map(_writes, block.graph.nodes)) and (fates is None or fates):
+        if not any(map(writes_buffers, block.graph.nodes)) and (fates is None or fates):
             module.add_module(name, Recomputed(block, fates))
     return module
 
 
-def _read_a_copy(node: fx.Node) -> None:
+def read_a_copy(node: fx.Node) -> None:
     """Makes all operators read a copy of a buffer, so that a recomputation sees its old value."""
     with node.graph.inserting_after(node):
         copy = node.graph.call_function(aten.clone.default, (node,))
@@ -53,7 +53,7 @@ def _read_a_copy(node: fx.Node) -> None:
     node.replace_all_uses_with(copy, lambda user: user is not copy)
 
 
-def _writes(node: fx.Node) -> bool:
+def writes_buffers(node: fx.Node) -> bool:
     """True for an instance norm that updates running statistics; its schema does not say so.
 
     (`functionalize` has replaced batch norms.)

@@ -23,27 +23,44 @@ class Recomputed(nn.Module):
 
     On inputs of new sizes it first runs operator by operator, which tells what autograd saves.
 
+    Args:
+        known: takes what is known of sizes and fates, for all calls of blocks that share a graph.
+
     Attributes:
         inner: the graph.
-        fates: of its operators.
+        fates: of its operators; with none of them it runs as it is.
         ends_early: whether backward leaves out operators that run again for nobody.
     """
 
-    def __init__(self, inner: fx.GraphModule, fates: Fates | None = None) -> None:
+    def __init__(
+        self, inner: fx.GraphModule, fates: Fates | None = None, known: dict[Hashable, Any] | None = None
+    ) -> None:
         super().__init__()
         names = [node.name for node in inner.graph.nodes if node.op not in ("placeholder", "output")]
         self.inner = inner
-        self.fates: Fates = dict.fromkeys(names, "recompute") if fates is None else fates
         self.operators = Operators.of(inner.graph)
         self.draws = bool(self.operators.drawing)
-        # In a tuple, so that it is no second block. Where everything runs again, it is one call for torch.
-        self._compilable = (Checkpointed(inner) if fates is None else checkpointed(inner, fates),)
         self.ends_early = True
-        self._patterns: dict[Hashable, Pattern] = {}
-        self._splits: dict[Hashable, Split] = {}
+        self._known, self._names = {} if known is None else known, names
+        self.use(dict.fromkeys(names, "recompute") if fates is None else fates)
+
+    def use(self, fates: Fates) -> None:
+        """Sets the fates for the calls that follow."""
+        self.fates = fates
+        key = id(self.inner), frozenset(fates.items())
+        if key not in self._known:
+            # In a tuple, so that it is no second block. Where everything runs again, it is one call for torch.
+            whole = all(fates.get(name) == "recompute" for name in self._names)
+            compilable = (Checkpointed(self.inner) if whole else checkpointed(self.inner, fates),)
+            self._known[key] = {}, {}, compilable
+        self._patterns: dict[Hashable, Pattern]
+        self._splits: dict[Hashable, Split]
+        self._patterns, self._splits, self._compilable = self._known[key]
 
     def forward(self, *args: Any) -> Any:
         """Runs the graph. Under transforms of torch.func, which do not support recomputation, everything is kept."""
+        if not self.fates:
+            return self.inner(*args)
         if torch.compiler.is_compiling():
             return self.compilable(*args)
         tensors = [x for x in args if isinstance(x, Tensor)]

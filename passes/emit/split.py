@@ -168,8 +168,7 @@ class _Splitting:
             return "mask"
         if fate == "recompute" or (fate == "host" and plain and saved.bytes):
             return fate
-        operands = [self.run.geometries[n.name] for n in node.all_input_nodes if n.name in self.run.geometries]
-        return "bits" if fate == "bits" and plain and is_exact(saved, target, operands) else "kept"
+        return "bits" if fate == "bits" and plain and is_exact(saved, node, self.run.geometries) else "kept"
 
     def is_dropped(self, node: fx.Node) -> bool:
         """True if the memory of a node's output is dropped after forward."""

@@ -6,12 +6,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from autotp.groups.process_group import seat as seat_in
 from autotp.options import Options
-from autotp.passes.emit.bind import bind
+from autotp.passes.emit.bind import COMMUNICATING, bind
+from autotp.passes.emit.memory.budget import Allowance, budget_of
+from autotp.passes.emit.memory.under_budget import hints, under_budget
 from autotp.passes.emit.recompute import recompute
+from autotp.passes.pipeline.loss_totals import TOTAL
 from autotp.passes.program.program import Program
+from autotp.rules.call import placeholders
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """The facts of a rank that a budget of memory needs.
+
+    Attributes:
+        rank: the tensor-parallel rank.
+        kept_calls: the number of microbatches whose values the graph keeps at a time.
+        replicas: the number of replicas, over which ZeRO divides states.
+        share: the part of the rank's memory for activations that this graph may use.
+    """
+
+    rank: int = 0
+    kept_calls: int = 1
+    replicas: int = 1
+    share: float = 1.0
+
+
+FIRST_SEAT = Seat()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +47,13 @@ class Site:
         settings: the options under which it runs: of a training, or of a model without one.
         device: the rank's device.
         groups: mesh axis -> name of the process group; empty for a simulation.
+        seat: where the rank is, for a budget.
     """
 
     settings: Options
     device: torch.device
     groups: Mapping[str, str | None]
+    seat: Seat = FIRST_SEAT
 
 
 def bound(p: Program, site: Site, graph: fx.Graph) -> fx.Graph:
@@ -39,4 +66,71 @@ def as_module(p: Program, site: Site, graph: fx.Graph) -> fx.GraphModule:
     # Backward recomputes blocks, so without blocks there is nothing to recompute.
     if not site.settings.optional("outline"):
         return fx.GraphModule(nn.Module(), graph)
-    return recompute(graph, site.settings.recompute, p.updated)
+    if site.settings.memory is None:
+        return recompute(graph, site.settings.recompute, p.updated)
+    return _under_budget(p, site, site.settings.memory, graph)
+
+
+def _under_budget(p: Program, site: Site, memory: int | str, graph: fx.Graph) -> fx.GraphModule:
+    """Returns the module of a graph that keeps what a budget lets it keep, chosen for the captured call if it is known.
+
+    Raises:
+        Error: it does not fit.
+    """
+    seat, captured = site.seat, p.captured
+    held = held_tensors(p, graph, seat.rank)
+    allowance = Allowance(
+        memory=memory, fixed=fixed_bytes(p, graph, site.settings, seat.replicas), calls=seat.kept_calls,
+        share=seat.share,
+    )  # fmt: skip
+    groups = {name: seat_in(name) for name in site.groups.values() if name is not None}
+    if not site.groups:  # A simulation names axes, also parts of them: `tp/4` is four neighbours along `tp`.
+        names = {str(node.args[1]) for node in graph.nodes if node.target in COMMUNICATING}
+        sizes = {"tp": p.tp, "cp": p.options.cp}
+        groups = {name: (0, int(name.partition("/")[2] or sizes[name])) for name in names}
+    even = all(len(set(layout.lengths())) == 1 for layout in p.layouts.values() if layout.dim is not None)
+    module = under_budget(graph, p.updated, allowance, site.device, held, groups, even)
+    given = {name for name in placeholders(graph) if name not in held}
+    known = all(name in captured.inputs or name.startswith(TOTAL) for name in given) and not p.call.cut_inputs
+    examples = hints(graph, given) if known and torch.is_grad_enabled() else None
+    budget = budget_of(module)
+    if examples is not None and budget is not None:
+        budget.choose(examples)
+    return module
+
+
+def held_tensors(p: Program, graph: fx.Graph, rank: int) -> dict[str, Tensor]:
+    """Returns, by placeholder, tensors like the parameters, buffers and constants that a rank's graph reads."""
+    captured, held = p.captured, dict[str, Tensor]()
+    # Lowering has made examples anew, which do not say who learns.
+    examples = {node.name: node.meta["val"] for node in captured.graph.find_nodes(op="placeholder")}
+    for node in graph.find_nodes(op="placeholder"):
+        name, value = node.name, node.meta.get("val")
+        if name in captured.constants:
+            held[name] = captured.constants[name]
+        elif name in captured.parameters or name in captured.buffers:
+            assert isinstance(value, Tensor)
+            layout = p.layouts.get((captured.parameters | captured.buffers)[name])
+            shape = tuple(value.shape) if layout is None else layout.local_shape(rank)
+            empty = torch.empty(shape, dtype=value.dtype, device="meta")
+            held[name] = empty.requires_grad_(examples[name].requires_grad)
+    return held
+
+
+def fixed_bytes(p: Program, graph: fx.Graph, settings: Options, replicas: int = 1) -> int:
+    """Returns the bytes of the parameters of a graph, of their gradients, and of the states of AdamW in their dtype.
+
+    Those of the rank that holds most. Under `distribute(compute_dtype=...)` parameters are taken to be in float32, with
+    a copy in the dtype of computation.
+    """
+    zero, cast = getattr(settings, "zero", 0), getattr(settings, "compute_dtype", None)
+    total = 0.0
+    for name, x in held_tensors(p, graph, 0).items():
+        if name not in p.captured.parameters:
+            total += x.nbytes
+            continue
+        own = x.numel() * (4 if cast is not None and x.is_floating_point() else x.itemsize)
+        parts = [(own, 3), (own * x.requires_grad, 2), (2 * own * x.requires_grad, 1)]
+        total += sum(n / (replicas if zero >= least else 1) for n, least in parts)
+        total += x.nbytes if own != x.nbytes else 0
+    return int(total)

@@ -12,7 +12,7 @@ import autotp
 ORDER = (
     "attached", "models", "display", "tracebacks", "errors", "torch_internals", "error_file", "arguments",
     "source_location", "model_library", "extensions", "sharding", "groups", "ops",
-    "rules", "options", "distributed",
+    "rules", "costs", "options", "distributed",
     "passes.builder", "passes.fingerprint", "passes.capture", "passes.canonicalize", "passes.plan", "passes.lower",
     "passes.check", "passes.emit", "passes.pipeline", "passes.program",
     "compiler", "deferred_init", "diagnostics.node_text", "diagnostics.attention_kernels", "diagnostics.plan",

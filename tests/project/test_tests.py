@@ -11,6 +11,10 @@ TESTS = ROOT / "tests"
 
 THROUGH_A_PUBLIC_CALL = {
     "training/step_facts": "cards/test_steps_on_cards",
+    "training/low_memory/blocks": "training/low_memory/test_packing",
+    "training/low_memory/optimizer": "training/low_memory/test_low_memory",
+    "training/low_memory/parts": "training/low_memory/test_low_memory",
+    "training/low_memory/stored_state": "training/low_memory/test_offloaded",
     "api": "system/test_refusals",
     "tools/conversion/content": "tools/cli/test_convert",
     "tools/conversion/formats": "tools/cli/test_convert",
@@ -24,7 +28,7 @@ THROUGH_A_PUBLIC_CALL = {
     "tools/estimation/layout": "tools/estimation/test_estimate",
     "tools/estimation/price": "tools/estimation/test_estimate",
     "tools/estimation/result": "tools/estimation/test_estimate",
-    "tools/estimation/counts/operators": "tools/estimation/counts/test_record",
+    "costs/operators": "tools/estimation/counts/test_record",
     "tools/estimation/counts/pieces": "tools/estimation/counts/test_activations",
     "integrations/attention_kernels/kernel_operator": "integrations/attention_kernels/test_flash_functions",
     "integrations/attention_kernels/kernel_rule": "integrations/attention_kernels/test_flash_functions",

@@ -8,11 +8,11 @@ from typing import Annotated
 import torch.distributed as dist
 import typer
 
+from autotp.costs.hardware import KINDS, hardware_of
 from autotp.errors import Error
 from autotp.tools.cli.flags import Debug, Html, Json
 from autotp.tools.cli.output import WrongUse, expect_writable, show
 from autotp.tools.estimation.calibrate import calibrate, expect_json
-from autotp.tools.estimation.seconds.hardware import KINDS, hardware_of
 from autotp.tools.page.save_page import save_sheet
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from torch import nn
 
+from autotp.costs.hardware import KINDS, LINE, hardware_of
 from autotp.diagnostics.verify import Report, verify
 from autotp.display.text_table import bytes_text
 from autotp.tools.cli.flags import PLAIN, Debug, Html, Interleave, Json, ScheduleName, with_model, with_options_of
@@ -17,7 +18,6 @@ from autotp.tools.estimation.estimate import estimate
 from autotp.tools.estimation.layout import StepLayout
 from autotp.tools.estimation.result import Estimate
 from autotp.tools.estimation.search import expect_search, search
-from autotp.tools.estimation.seconds.hardware import KINDS, LINE, hardware_of
 from autotp.tools.page.save_page import save_page, save_trace
 from autotp.tools.page.stamp import stamp_data
 from autotp.tools.page.subject import subject_of

@@ -11,11 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autotp.arguments import expect_arguments
-from autotp.display.sheet import Sheet, Shown, Table
-from autotp.distributed.launch import launch
-from autotp.distributed.mesh import start_distributed
-from autotp.errors import Error, within
-from autotp.tools.estimation.seconds.hardware import (
+from autotp.costs.hardware import (
     CPU_GLOO,
     GIB,
     GIGA,
@@ -27,6 +23,10 @@ from autotp.tools.estimation.seconds.hardware import (
     hardware_of,
     to_file,
 )
+from autotp.display.sheet import Sheet, Shown, Table
+from autotp.distributed.launch import launch
+from autotp.distributed.mesh import start_distributed
+from autotp.errors import Error, within
 from autotp.tools.estimation.seconds.measure_device import Measured, measure_device
 from autotp.tools.estimation.seconds.measure_links import MeasuredLink, measured_alone, timed
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autotp.tools.estimation.seconds.hardware import Hardware
+from autotp.costs.hardware import Hardware
 
 ERRORS: Mapping[str, tuple[float, ...]] = {
     # Seconds or TFLOP/s of a step: Korthikanti 2022, table 5; Narayanan 2021, table 1, and PTD-P of table 2.

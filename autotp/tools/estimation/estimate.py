@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from autotp.arguments import expect_arguments
+from autotp.costs.hardware import Hardware, hardware_of
 from autotp.distributed.mesh import tell_errors
 from autotp.errors import Error, within
 from autotp.options import EstimateOptions, Overlap, expect_choices, expect_options, lists_options
@@ -20,7 +21,6 @@ from autotp.tools.estimation.counts.pieces import CAPTURED_ROWS, Capturing, Lowe
 from autotp.tools.estimation.layout import AUTOTP, COMPILED, StepLayout
 from autotp.tools.estimation.price import Prices, price, savings
 from autotp.tools.estimation.result import Estimate
-from autotp.tools.estimation.seconds.hardware import Hardware, hardware_of
 from autotp.training.pipeline.schedules import Schedule, Training, engine_of
 
 LENGTHS = ("block_size", "n_positions", "max_position_embeddings", "seq_length", "n_ctx", "max_seq_len")

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
+from autotp.costs.hardware import Hardware
+from autotp.costs.links import RankGroup, collective_seconds, send_seconds
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import partition
 from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
@@ -28,8 +30,6 @@ from autotp.tools.estimation.replicas import (
 )
 from autotp.tools.estimation.result import Estimate, RankMemory, TimeSaving
 from autotp.tools.estimation.seconds.beside_compute import buffer_bytes, link_free, slowed
-from autotp.tools.estimation.seconds.hardware import Hardware
-from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds, send_seconds
 from autotp.tools.estimation.seconds.times import ELEMENTWISE, Times, piece_times, summed_by_row
 from autotp.training.pipeline.gradient_buckets import BUCKET
 from autotp.training.pipeline.schedule_actions import Action, Played, actions_of, most_held, play

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from autotp.costs.hardware import Hardware
+from autotp.costs.links import RankGroup, collective_seconds
 from autotp.tools.estimation.counts.pieces import ModelPiece, Parameter
 from autotp.tools.estimation.layout import Practice, StepLayout
 from autotp.tools.estimation.seconds.beside_compute import PassOverUnits, run_beside, slowed
-from autotp.tools.estimation.seconds.hardware import Hardware
-from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds
 from autotp.training.pipeline.gradient_buckets import BUCKET
 from autotp.training.pipeline.schedule_actions import Action
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotp.costs.hardware import GIB, Hardware
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import within
 from autotp.tools.estimation.error_bars import memory_bar, row_bar, step_bar
 from autotp.tools.estimation.layout import StepLayout
-from autotp.tools.estimation.seconds.hardware import GIB, Hardware
 
 KINDS_OF_TENSORS = ("weights", "copies", "gradients", "optimizer", "activations", "logits", "transients")
 """The kinds of tensors in the memory of a rank."""

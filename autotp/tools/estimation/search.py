@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from autotp.arguments import expect_arguments
+from autotp.costs.hardware import GIB, Hardware, hardware_of
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error, within
 from autotp.ops.eager_mode import uncollected
@@ -29,7 +30,6 @@ from autotp.tools.estimation.estimate import estimated_call, lowered_for
 from autotp.tools.estimation.layout import AUTOTP, COMPILED, Practice, StepLayout
 from autotp.tools.estimation.price import Prices, memory_of_ranks, price, step_seconds
 from autotp.tools.estimation.result import Estimate
-from autotp.tools.estimation.seconds.hardware import GIB, Hardware, hardware_of
 from autotp.tools.estimation.start_lines import in_lines, python_line, torchrun_line
 from autotp.training.pipeline.schedules import engine_of
 

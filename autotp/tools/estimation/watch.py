@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from autotp.costs.hardware import GIB
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error
 from autotp.tools.estimation.result import Estimate, mfu, tokens_per_second
-from autotp.tools.estimation.seconds.hardware import GIB
 from autotp.training.trainer import Trainer
 
 WARM_UP = 2

@@ -24,6 +24,7 @@ from jinja2 import Environment, StrictUndefined
 from torch import Tensor, nn
 
 import autotp
+from autotp.costs.hardware import GIB, hardware_of
 from autotp.diagnostics.verify import expect_blocks, expect_layout, microbatches_of, training_of
 from autotp.errors import Error
 from autotp.integrations.transformers.files.safetensors_files import INDEX, ONE_FILE
@@ -36,7 +37,6 @@ from autotp.tools.cli.output import WrongUse, arguments_in_use, print_json
 from autotp.tools.conversion.formats import OF_TORCH
 from autotp.tools.estimation.estimate import LENGTHS
 from autotp.tools.estimation.layout import StepLayout
-from autotp.tools.estimation.seconds.hardware import GIB, hardware_of
 from autotp.tools.estimation.start_lines import python_line
 
 STARTS = {

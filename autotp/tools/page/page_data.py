@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 import autotp
+from autotp.costs.hardware import GIB
 from autotp.diagnostics.attention_kernels import attention_table
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.verify import Report
@@ -15,7 +16,6 @@ from autotp.tools.bisect import Blame
 from autotp.tools.estimation.error_bars import row_bar
 from autotp.tools.estimation.result import Estimate
 from autotp.tools.estimation.search import Search
-from autotp.tools.estimation.seconds.hardware import GIB
 from autotp.tools.page.axes import LETTERS, PageAxes, symbol_names
 from autotp.tools.page.blocks import block_data
 from autotp.tools.page.commands import python_line, torchrun_line

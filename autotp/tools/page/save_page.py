@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 import autotp
 from autotp.arguments import expect_arguments
+from autotp.costs.hardware import GIB
 from autotp.diagnostics.plan import Plan
 from autotp.diagnostics.verify import Report
 from autotp.display.sheet import Sheet, html
@@ -22,7 +23,6 @@ from autotp.errors import Error, within
 from autotp.tools.bisect import Blame
 from autotp.tools.estimation.result import Estimate
 from autotp.tools.estimation.search import Search
-from autotp.tools.estimation.seconds.hardware import GIB
 from autotp.tools.page.page_data import page_data
 from autotp.tools.page.timeline import packed, trace_events
 

@@ -10,8 +10,8 @@ import pytest
 from errors import message
 
 import autotp
+from autotp.costs.hardware import GIB, KINDS, NUMBERS, hardware_of
 from autotp.tools.estimation.calibrate import compared
-from autotp.tools.estimation.seconds.hardware import GIB, KINDS, NUMBERS, hardware_of
 from autotp.tools.estimation.seconds.measure_device import Measured
 from autotp.tools.estimation.seconds.measure_links import MeasuredLink
 

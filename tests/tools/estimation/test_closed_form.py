@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from autotp.costs.hardware import KINDS
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.tools.estimation.closed_form import ClosedForms
 from autotp.tools.estimation.estimate import captured
 from autotp.tools.estimation.layout import AUTOTP, StepLayout
 from autotp.tools.estimation.price import Prices, memory_of_ranks, price, step_seconds
 from autotp.tools.estimation.search import Layouts
-from autotp.tools.estimation.seconds.hardware import KINDS
 
 BF16 = torch.bfloat16
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from autotp.costs.hardware import KINDS
 from autotp.tools.estimation import error_bars
 from autotp.tools.estimation.error_bars import ERRORS, TESTED, memory_bar, root_mean_square, row_bar, step_bar
-from autotp.tools.estimation.seconds.hardware import KINDS
 
 A100, H100, CPU = KINDS["a100-80gb"], KINDS["h100-80gb"], KINDS["cpu-gloo"]
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp import compiler
+from autotp.costs.hardware import KINDS
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.options import Options
 from autotp.tools.estimation.estimate import estimated_call
 from autotp.tools.estimation.layout import AUTOTP, FOREACH
-from autotp.tools.estimation.seconds.hardware import KINDS
 from autotp.training.pipeline.gradient_buckets import BUCKET
 
 BF16 = torch.bfloat16

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from autotp.costs.hardware import Hardware
+from autotp.costs.links import RankGroup, collective_seconds
 from autotp.tools.estimation.counts.pieces import ModelPiece, Parameter
 from autotp.tools.estimation.layout import AUTOTP, StepLayout
 from autotp.tools.estimation.price import Prices
 from autotp.tools.estimation.replicas import ReplicaWaits, Unit, exchanged, sums_of_buckets, sums_of_units, units_of
-from autotp.tools.estimation.seconds.hardware import Hardware
-from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds
 from autotp.training.pipeline.gradient_buckets import BUCKET
 from autotp.training.pipeline.schedule_actions import Action
 

@@ -16,13 +16,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import autotp
 from autotp import compiler
+from autotp.costs.hardware import hardware_of
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.tools.estimation import search as search_module
 from autotp.tools.estimation.counts import pieces
 from autotp.tools.estimation.layout import AUTOTP, StepLayout
 from autotp.tools.estimation.result import RankMemory
 from autotp.tools.estimation.search import Layouts
-from autotp.tools.estimation.seconds.hardware import hardware_of
 from autotp.tools.estimation.start_lines import python_line, torchrun_line
 from autotp.training.pipeline.schedule_actions import actions_of
 from autotp.training.pipeline.schedules import engine_of

@@ -14,7 +14,7 @@ from small_models import gpt
 from trainers import SMALL, batch, started
 
 import autotp
-from autotp.tools.estimation.seconds.hardware import KINDS
+from autotp.costs.hardware import KINDS
 from autotp.tools.estimation.watch import Comparison
 
 

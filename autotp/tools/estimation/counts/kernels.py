@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from autotp.tools.estimation.counts.operators import Op, Touch
+from autotp.costs.operators import Op, Touch
 from autotp.tools.estimation.counts.record import Record
 
 SOFTMAX_GRADIENT = "_softmax_backward_data"

@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C._distributed_c10d import (
-    FakeProcessGroup,
-    ProcessGroup,
-    _register_process_group,
-    _unregister_process_group,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autotp.costs.operators import Op, Phase, Touch, arithmetic_of, is_free, kind_of, work_of
+from autotp.costs.work import COLLECTIVES, bytes_of, tensors_in, without_processes
 from autotp.ops.attention.causal_rows import causal_rows, in_own_memory
 from autotp.ops.attention.products import attention_weights
 from autotp.ops.attention.zigzag import pieces, zigzag_rows
@@ -34,7 +30,6 @@ from autotp.ops.dropout import fast_attention, fast_dropout
 from autotp.passes.emit.recomputed import Recomputed
 from autotp.rules.registry import is_grouped
 from autotp.tools.estimation.counts.on_meta import call
-from autotp.tools.estimation.counts.operators import Op, Phase, Touch, arithmetic_of, is_free, kind_of, work_of
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -101,27 +96,11 @@ def record(
         early_stop: whether what is computed again ends where backward needs no more.
     """
     with ExitStack() as stack:
-        for name, size in groups.items():
-            stack.enter_context(_process_group(name, size))
+        stack.enter_context(without_processes(groups))
         for part in module.modules():
             if isinstance(part, Recomputed):
                 part.ends_early = early_stop
         return _recorded(module, values, on_gpu)
-
-
-@contextmanager
-def _process_group(name: str, size: int) -> Iterator[None]:
-    """A region in which functional collectives on `meta` find a group of `size` ranks, of which this is the first.
-
-    Nothing is sent: torch computes the shapes of collectives on `meta` without asking the group.
-    """
-    group = ProcessGroup(0, size)  # type: ignore[call-arg]
-    group._register_backend(META, ProcessGroup.BackendType.CUSTOM, FakeProcessGroup._create_internal(0, size))
-    _register_process_group(name, group)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        _unregister_process_group(name)  # type: ignore[arg-type]
 
 
 def _recorded(module: nn.Module, values: Sequence[tuple[Value, Reads]], on_gpu: bool) -> Record:
@@ -357,19 +336,19 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, packet = kwargs or {}, func.overloadpacket
         results = call(func, args, kwargs)
-        before = _tensors((args, kwargs))
+        before = tensors_in((args, kwargs))
         if func.namespace == "_c10d_functional":
             self._communicate(func, before, results, args)
         elif not is_free(func):
             self._compute(func, packet, before, results, args, kwargs)
         else:
-            for x in _tensors(results):
+            for x in tensors_in(results):
                 self.memory_of(x, fresh=True)
         return results
 
     def _compute(self, func: Any, packet: Any, before: Sequence[Tensor], results: Any, args: Any, kwargs: Any) -> None:
         operand_memory = {x.untyped_storage()._cdata for x in before}
-        after = _tensors(results)
+        after = tensors_in(results)
         made = [x for x in after if x.untyped_storage()._cdata not in operand_memory]
         # All results have the memory of an operand, and none is written: a view.
         if not made and not func._schema.is_mutable:
@@ -377,8 +356,8 @@ class _Recorder(TorchDispatchMode):
                 self.ops.append(Op(name=str(packet).partition(".")[2], kind="view", phase=self._now()))
             return
         written = made or _written(func, args)
-        reads = [Touch(self.memory_of(x), _bytes(x)) for x in before]
-        writes = [Touch(self.memory_of(x, fresh=x in _same(made)), _bytes(x)) for x in written]
+        reads = [Touch(self.memory_of(x), bytes_of(x)) for x in before]
+        writes = [Touch(self.memory_of(x, fresh=x in _same(made)), bytes_of(x)) for x in written]
         shape, flops, share = work_of(func, args, kwargs, results)
         # On empty tensors torch starts no kernel.
         if not any(t.bytes for t in (*reads, *writes)):
@@ -395,28 +374,28 @@ class _Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__.rstrip("_")
         if name == "wait_tensor":
             number = self.memory_of(before[0])
-            for x in _tensors(results):  # On `meta` the waiting tensor is another one; on a device it is the same.
+            for x in tensors_in(results):  # On `meta` the waiting tensor is another one; on a device it is the same.
                 self._numbers[x.untyped_storage()._cdata] = number
             # Several operators may wait for one collective: only the first one does.
             if (started := self._running.pop(number, -1)) >= 0:
                 self.ops.append(Op(name="wait", kind="wait", phase=self._now(), waits=started))
             return
         known_memory = {x.untyped_storage()._cdata for x in before}
-        after = _tensors(results)
+        after = tensors_in(results)
         if func._schema.is_mutable:  # As above.
             for x, out in zip(before, after, strict=True):
                 self._numbers[out.untyped_storage()._cdata] = self.memory_of(x)
             known_memory |= {x.untyped_storage()._cdata for x in after}
-        writes = [Touch(self.memory_of(x, x.untyped_storage()._cdata not in known_memory), _bytes(x)) for x in after]
+        writes = [Touch(self.memory_of(x, x.untyped_storage()._cdata not in known_memory), bytes_of(x)) for x in after]
         # The whole tensor is the result of an all-gather, and the operand of a reduce-scatter.
-        whole = max(sum(map(_bytes, before)), sum(map(_bytes, after)))
+        whole = max(sum(map(bytes_of, before)), sum(map(bytes_of, after)))
         for touch in writes:
             self._running[touch.memory] = len(self.ops)
         group = args[-1] if isinstance(args[-1], str) else ""
         self.ops.append(
             Op(
                 name=COLLECTIVES.get(name, name), kind="collective", phase=self._now(), axis=group, size=whole,
-                reads=tuple(Touch(self.memory_of(x), _bytes(x)) for x in before), writes=tuple(writes),
+                reads=tuple(Touch(self.memory_of(x), bytes_of(x)) for x in before), writes=tuple(writes),
                 dtype=before[0].dtype,
             )
         )  # fmt: skip
@@ -424,22 +403,6 @@ class _Recorder(TorchDispatchMode):
     def _now(self) -> Phase:
         """Autograd runs backward without gradients, and what it computes again with them."""
         return "again" if self.phase == "backward" and torch.is_grad_enabled() else self.phase
-
-
-COLLECTIVES = {
-    "all_reduce": "all-reduce", "all_reduce_coalesced": "all-reduce",
-    "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter",
-    "all_to_all_single": "all-to-all",
-}  # fmt: skip
-"""torch's name of a functional collective -> its usual name."""
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Returns the tensors in nested lists, tuples and dicts, as arguments and results of operators are, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [x for part in parts for x in _tensors(part)]
 
 
 class _same(list):
@@ -452,9 +415,4 @@ class _same(list):
 def _written(func: Any, args: Any) -> list[Tensor]:
     """Returns the arguments that an operator writes into."""
     places = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-    return _tensors([args[i] for i in places if i < len(args)])
-
-
-def _bytes(x: Tensor) -> int:
-    """Returns the bytes that an operator moves for a tensor: an expanded tensor is read once."""
-    return min(x.nbytes, x.untyped_storage().nbytes())
+    return tensors_in([args[i] for i in places if i < len(args)])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from autotp.tools.estimation.counts.operators import Op, Touch
+from autotp.costs.operators import Op, Touch
 from autotp.tools.estimation.counts.record import Record, Value
 
 

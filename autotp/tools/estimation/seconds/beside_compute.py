@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autotp.tools.estimation.seconds.hardware import Hardware
-from autotp.tools.estimation.seconds.links import RankGroup
+from autotp.costs.hardware import Hardware
+from autotp.costs.links import RankGroup
 
 CHANNELS = 24
 """The units that NCCL takes for a collective: its channels in a DGX A100, as it logs them."""

@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autotp.tools.estimation.counts.operators import Op
+from autotp.costs.hardware import Hardware
+from autotp.costs.links import RankGroup, collective_seconds
+from autotp.costs.operators import Op
+from autotp.costs.roofline import op_seconds
 from autotp.tools.estimation.counts.record import Record
 from autotp.tools.estimation.seconds.beside_compute import CHANNELS
-from autotp.tools.estimation.seconds.hardware import Hardware
-from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds
-from autotp.tools.estimation.seconds.roofline import op_seconds
 
 PRODUCTS, ELEMENTWISE = "products", "elementwise"
 WORK = {"product": PRODUCTS, "attention": PRODUCTS}

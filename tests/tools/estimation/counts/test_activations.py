@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from autotp.costs.operators import Op, Phase, Touch
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.options import Recompute
 from autotp.passes.lower.losses import linear_cross_entropy
 from autotp.tools.estimation.counts.activations import own_peaks, stage_memory
-from autotp.tools.estimation.counts.operators import Op, Phase, Touch
 from autotp.tools.estimation.counts.pieces import Recorded, recorded, whole_flops
 from autotp.tools.estimation.counts.record import Record
 from autotp.tools.estimation.estimate import captured

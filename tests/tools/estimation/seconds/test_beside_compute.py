@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from autotp.costs.hardware import KINDS
+from autotp.costs.links import RankGroup
 from autotp.tools.estimation.seconds.beside_compute import (
     CHANNEL_BYTES,
     buffer_bytes,
@@ -14,8 +16,6 @@ from autotp.tools.estimation.seconds.beside_compute import (
     run_beside,
     slowed,
 )
-from autotp.tools.estimation.seconds.hardware import KINDS
-from autotp.tools.estimation.seconds.links import RankGroup
 
 A100, H100, CPU = KINDS["a100-80gb"], KINDS["h100-80gb"], KINDS["cpu-gloo"]
 NODE, NETWORK, BOTH = RankGroup(size=8, stride=1), RankGroup(size=48, stride=8), RankGroup(size=16, stride=1)

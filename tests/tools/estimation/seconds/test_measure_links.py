@@ -7,9 +7,9 @@ import sys
 import pytest
 
 import autotp
+from autotp.costs.hardware import KINDS
+from autotp.costs.links import RankGroup, collective_seconds
 from autotp.tools.estimation.seconds import measure_links
-from autotp.tools.estimation.seconds.hardware import KINDS
-from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds
 from autotp.tools.estimation.seconds.measure_links import SIZES, Timed, fitted, measured_alone
 
 H100 = KINDS["h100-80gb"]

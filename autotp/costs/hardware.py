@@ -23,6 +23,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autotp.errors import Error
 
 TERA, GIGA, MICRO, GIB = 1e12, 1e9, 1e-6, 2**30
@@ -82,6 +84,17 @@ class Hardware:
         The name has the kind also where a line or a calibration describes the device.
         """
         return 0.50 if any(generation in self.name for generation in ("v100", "a100")) else self.link_sustained
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes/s of a copy between the device and its host's pinned memory, in one direction.
+
+        PCIe 3, 4 and 5 with 16 lanes; large copies sustain four fifths. On a CPU it is a copy in the same memory.
+        """
+        if not self.is_gpu:
+            return self.memory_bandwidth / 2
+        older = 16 * GIGA if "v100" in self.name else 32 * GIGA if "a100" in self.name else 64 * GIGA
+        return 0.8 * older
 
 
 # Sources: NVIDIA A100 white paper (2020), table 4 and page 39 (level-2 cache: 5,120 bytes a clock, 1,410 MHz); DGX A100
@@ -162,6 +175,17 @@ def hardware_of(gpu: str | Hardware) -> Hardware:
     if " " not in gpu.strip():
         raise Error(f"gpu={gpu!r} is not known", expected=", ".join(KINDS), fix=f"a line, such as gpu={LINE!r}")
     return _parsed(gpu)
+
+
+def hardware_at(device: torch.device) -> Hardware:
+    """Returns the kind of a device that is there, by its name; of a GPU of another name, an H100 with its memory."""
+    if device.type != "cuda":
+        return CPU_GLOO
+    facts = torch.cuda.get_device_properties(device)
+    name = facts.name.lower()
+    alike = [kind for kind in KINDS.values() if kind.is_gpu and kind.name.partition("-")[0] in name]
+    nearest = min(alike or [H100_80GB], key=lambda kind: abs(kind.memory - facts.total_memory))
+    return replace(nearest, memory=float(facts.total_memory))
 
 
 def _parsed(line: str) -> Hardware:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autotp.tools.estimation.counts.operators import Op, Touch
-from autotp.tools.estimation.seconds.hardware import KINDS
-from autotp.tools.estimation.seconds.roofline import op_seconds, product_seconds
+from autotp.costs.hardware import KINDS
+from autotp.costs.operators import Op, Touch
+from autotp.costs.roofline import op_seconds, product_seconds
 
 A100 = replace(KINDS["a100-80gb"], launch=0.0)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import autotp
-from autotp.tools.estimation.seconds.hardware import GIB, KINDS, LINE, Hardware, hardware_of, to_file
+from autotp.costs.hardware import GIB, KINDS, LINE, Hardware, hardware_of, to_file
 
 
 def test_a_kind_is_found_by_name() -> None:

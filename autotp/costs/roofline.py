@@ -16,8 +16,8 @@ from functools import cache
 
 import torch
 
-from autotp.tools.estimation.counts.operators import Op
-from autotp.tools.estimation.seconds.hardware import Hardware
+from autotp.costs.hardware import Hardware
+from autotp.costs.operators import Op
 
 SIDES = (64, 96, 128, 160, 192, 224, 256)
 TILES = ((64, 64), (256, 64), (64, 256), *((side, 128) for side in SIDES), *((128, side) for side in SIDES))

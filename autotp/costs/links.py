@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autotp.tools.estimation.seconds.hardware import Hardware
+from autotp.costs.hardware import Hardware
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from autotp.tools.estimation.seconds.hardware import KINDS
-from autotp.tools.estimation.seconds.links import RankGroup, collective_seconds, send_seconds
+from autotp.costs.hardware import KINDS
+from autotp.costs.links import RankGroup, collective_seconds, send_seconds
 
 A100 = replace(KINDS["a100-80gb"], latency=0.0)
 INSIDE, ACROSS = A100.node_bandwidth * A100.link_sustained, A100.net_bandwidth * A100.net_sustained

@@ -1,0 +1,1 @@
+"""What operators and collectives take on a device: seconds, bytes, FLOPs."""

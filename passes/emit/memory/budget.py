@@ -1,0 +1,237 @@
+"""budget: the operator of a graph that chooses the fates of all blocks for the sizes of a call.
+
+    Before: y = block(x, w0); z = block(y, w1)
+    After:  budget(x); y = block_0(x, w0); z = block_1(y, w1), and `budget` sets what block_0 and block_1 keep
+
+It chooses once for each kind of call. Ranks of the same sizes choose alike: the choice depends on sizes and on the kind
+of device alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autotp.costs.hardware import Hardware, hardware_at
+from autotp.costs.work import without_processes
+from autotp.display.text_table import bytes_text
+from autotp.errors import Error
+from autotp.ops.eager_mode import no_transform
+from autotp.options import Memory, memory_limit
+from autotp.passes.emit.kept_values import Fate
+from autotp.passes.emit.memory.block_table import without_collectives
+from autotp.passes.emit.memory.choose import Choices, Chosen, choose
+from autotp.passes.emit.memory.graph_table import GraphTable, SetsFates, graph_table
+from autotp.passes.emit.recomputed import Recomputed
+
+FATES: tuple[Fate, ...] = ("recompute", "host", "bits")
+GIGABYTE = 10**9
+ALTERNATIVE = "shorter sequences, a smaller microbatch, or more ranks: `autotp search` lists layouts that fit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowance:
+    """What a graph may use.
+
+    Attributes:
+        memory: the option: bytes of the rank, or "50%".
+        fixed: bytes that are there anyway: parameters, gradients, optimizer states.
+        calls: the number of calls whose values are kept at a time: microbatches of a pipeline's stage.
+        share: the part of what is left that is this graph's: a rank may have several stages.
+    """
+
+    memory: int | str
+    fixed: int = 0
+    calls: int = 1
+    share: float = 1.0
+
+    def limit(self, table: GraphTable, whole: Choices) -> float:
+        """Returns the bytes that `measure` may return. whole: the choices under which all is kept"""
+        limit = memory_limit(self.memory)
+        return limit * table.kept(whole) if limit <= 1 else (limit - self.fixed) * self.share
+
+    def measure(self, table: GraphTable, choices: Choices) -> float:
+        """Returns the bytes of a choice: of a part of one microbatch; else of all that the rank needs at once."""
+        kept = table.kept(choices)
+        if memory_limit(self.memory) <= 1:
+            return kept
+        return self.calls * kept + table.peak(choices) - kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryChoice:
+    """What a budget did with the values of a call.
+
+    Attributes:
+        table: what the graph keeps.
+        chosen: the choice.
+        whole: the choice under which all is kept.
+        allowance: what the graph may use.
+        gigabyte: seconds of a microbatch that a gigabyte more would save.
+    """
+
+    table: GraphTable
+    chosen: Chosen
+    whole: Choices
+    allowance: Allowance
+    gigabyte: float
+
+    @property
+    def kept(self) -> int:
+        """Bytes that a microbatch keeps for backward."""
+        return self.table.kept(self.chosen.choices)
+
+    @property
+    def kept_without(self) -> int:
+        """Bytes that it would keep without a budget."""
+        return self.table.kept(self.whole)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the rank at its fullest moment, as the budget counts them."""
+        calls, choices = self.allowance.calls, self.chosen.choices
+        return self.allowance.fixed + (calls - 1) * self.kept + self.table.peak(choices)
+
+
+@dataclass(eq=False)
+class Budget(SetsFates):
+    """An operator without a result, with which a graph under a budget begins.
+
+    Attributes:
+        module: the graph, with a module for each call of a block.
+        held: placeholder of a parameter, buffer or constant -> a tensor like it, on any device.
+        allowance: what the graph may use.
+        device: the rank's device.
+        groups: name of a process group -> the rank in it, and its size.
+        even: whether all ranks have parameters of the same sizes.
+        latest: what was chosen for the last call.
+    """
+
+    module: fx.GraphModule
+    held: Mapping[str, Any]
+    allowance: Allowance
+    device: torch.device
+    groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    even: bool = True
+    latest: MemoryChoice | None = None
+
+    def __post_init__(self) -> None:
+        self.__name__ = self.__qualname__ = "budget"
+        self._choices: dict[Any, MemoryChoice] = {}
+        self._now: Any = None
+
+    def __call__(self, *inputs: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return  # Without gradients nothing is kept, and a compilation has the fates of the calls before it.
+        key = tuple([(x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in inputs])
+        if key != self._now and no_transform(*(x for x in inputs if isinstance(x, Tensor))):
+            self.choose(inputs)
+            self._now = key
+
+    def choose(self, inputs: Sequence[Any]) -> MemoryChoice:
+        """Sets and returns the fates for a call with these inputs; tensors may be on `meta`.
+
+        Raises:
+            Error: the graph does not fit.
+        """
+        key = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in inputs)
+        if key not in self._choices:
+            self._choices[key] = self._chosen(inputs)
+        self.latest = self._choices[key]
+        blocks = [self.module.get_submodule(call.target) for call in self.latest.table.calls]
+        tables = [self.latest.table.tables[call.kind] for call in self.latest.table.calls]
+        for block, table, choice in zip(blocks, tables, self.latest.chosen.choices, strict=True):
+            if isinstance(block, Recomputed):
+                block.use(table.of_operators(choice.fates))
+        return self.latest
+
+    def _chosen(self, inputs: Sequence[Any]) -> MemoryChoice:
+        device, allowance = hardware_at(self.device), self.allowance
+        table = self._counted(inputs, device)
+        allowed = FATES if self.device.type != "cpu" else ("recompute", "bits")
+        whole = choose(table, table.kept, float("inf"), device, ()).choices
+        limit = allowance.limit(table, whole)
+
+        def measure(choices: Choices) -> float:
+            return allowance.measure(table, choices)
+
+        chosen = choose(table, measure, limit, device, allowed)
+        if not chosen.fits:
+            raise _too_small(allowance, chosen.least, table.kept(whole))
+        more = choose(table, measure, limit + GIGABYTE, device, allowed)
+        return MemoryChoice(
+            table=table, chosen=chosen, whole=whole, allowance=allowance, gigabyte=chosen.seconds - more.seconds
+        )
+
+    def _counted(self, inputs: Sequence[Any], device: Hardware) -> GraphTable:
+        """Returns the table of the graph for a call with these inputs, on fake tensors."""
+        given = iter(inputs)
+        # A count reaches no other rank: it communicates over groups without processes.
+        counted = {name: f"counted {name}" for name in self.groups}
+        sizes = {counted[name]: size for name, (_, size) in self.groups.items()}
+        ranks = {counted[name]: rank for name, (rank, _) in self.groups.items()}
+        with FakeTensorMode(allow_non_fake_inputs=True), without_processes(sizes, ranks):
+            args = [
+                self._fake(self.held[node.name] if node.name in self.held else next(given))
+                for node in self.module.graph.find_nodes(op="placeholder")
+            ]
+            table = graph_table(self.module, args, self.held, counted, device)
+        return table if self.even else replace(table, tables=[*map(without_collectives, table.tables)])
+
+    def _fake(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        shape = [int(n) for n in x.shape]
+        empty = torch.empty_strided(shape, _strides(x, shape), dtype=x.dtype, device=self.device)
+        return empty.requires_grad_(x.requires_grad)
+
+
+def _strides(x: Tensor, shape: Sequence[int]) -> Sequence[int]:
+    return x.stride() if all(type(n) is int for n in x.stride()) else torch.empty(shape, device="meta").stride()
+
+
+def _too_small(allowance: Allowance, least: int, whole: int) -> Error:
+    """Returns the error of a budget under which nothing fits."""
+    limit = memory_limit(allowance.memory)
+    if limit <= 1:
+        percent = -(-100 * least // max(whole, 1))
+        return Error(
+            f"memory={allowance.memory!r}: a microbatch keeps at least {percent}% of {bytes_text(whole)} for backward",
+            fix=f'memory="{percent}%"',
+            alternative=ALTERNATIVE,
+        )
+    needed = allowance.fixed + -(-least // allowance.share)
+    return Error(
+        f"memory={bytes_text(int(limit))}: the rank needs at least {bytes_text(int(needed))}, of which "
+        f"{bytes_text(allowance.fixed)} are parameters, gradients and optimizer states",
+        fix=f"memory={int(needed)}",
+        alternative=ALTERNATIVE,
+    )
+
+
+def on_device(memory: Memory, device: torch.device) -> Memory:
+    """Returns a budget with the bytes that "auto" means on a device: nine tenths of its memory, the same on each rank.
+
+    The rest is for the driver, for buffers of process groups, and for gaps between tensors.
+
+    Raises:
+        Error: a CPU has no memory of its own.
+    """
+    if memory != "auto":
+        return memory
+    if device.type != "cuda":
+        raise Error(
+            f'memory="auto" on {device.type}, which shares its memory with other programs',
+            fix='memory="24GB", the bytes that this rank may use',
+        )
+    return int(0.9 * torch.cuda.get_device_properties(device).total_memory)
+
+
+def budget_of(module: fx.GraphModule) -> Budget | None:
+    """Returns the budget of an emitted graph; None for one without."""
+    return next((node.target for node in module.graph.nodes if isinstance(node.target, Budget)), None)

@@ -1,0 +1,197 @@
+"""graph_table: what a whole graph keeps for backward: the tables of its blocks, and what is kept between them.
+
+Memory counts once: what a block returns and the next one keeps as its input is one value; views share memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp.costs.hardware import Hardware
+from autotp.costs.work import Work, tensors_in
+from autotp.passes.emit.kept_values import SavingRun
+from autotp.passes.emit.memory.block_table import BlockTable, block_table, over_groups
+from autotp.passes.emit.memory.cheapest import Choice
+from autotp.source_location import block_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCallRow:
+    """A call of a block.
+
+    Attributes:
+        target: the name of the call's module in the graph.
+        block: the name of the block in the model.
+        kind: the place of its table.
+        inputs: name of an input -> number of its memory; without parameters, buffers and constants.
+        results: name of a value -> number of the memory that others know of it.
+    """
+
+    target: str
+    block: str
+    kind: int
+    inputs: Mapping[str, int]
+    results: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphTable:
+    """What a graph keeps for one call.
+
+    Attributes:
+        calls: the calls of blocks, in order.
+        tables: of each kind of block.
+        outside: number of a memory -> bytes that are kept between blocks, and lines that keep them.
+        sizes: number of a memory -> its bytes.
+        widest: bytes of the largest value outside of blocks whose gradient backward makes: of the logits.
+    """
+
+    calls: Sequence[BlockCallRow]
+    tables: Sequence[BlockTable]
+    outside: Mapping[int, fx.Node]
+    sizes: Mapping[int, int]
+    widest: int
+
+    def kept(self, choices: Sequence[Choice]) -> int:
+        """Returns the bytes that are kept under a choice for each call."""
+        return self._kept_and_peak(choices)[0]
+
+    def peak(self, choices: Sequence[Choice]) -> int:
+        """Returns the most bytes at once: what is kept, and what backward makes beside it at its fullest moment.
+
+        At the start of backward that is the gradient of the logits; in a block what is computed again.
+        """
+        return self._kept_and_peak(choices)[1]
+
+    def _kept_and_peak(self, choices: Sequence[Choice]) -> tuple[int, int]:
+        shared, total, fullest = set(self.outside), 0, 0
+        now = sum(self.sizes[memory] for memory in shared)
+        for call, choice in zip(self.calls, choices, strict=True):
+            memories = {call.inputs[name] for name in choice.after.inputs if name in call.inputs}
+            # A result that the block keeps, too, is that of its next reader.
+            memories |= {memory for name, memory in call.results.items() if choice.after.kept.get(name)}
+            now += sum(self.sizes[memory] for memory in memories - shared)
+            shared |= memories
+            total += sum(n for name, n in choice.after.kept.items() if name not in call.results)
+            fullest = max(fullest, now + total + choice.after.again)
+        return now + total, max(fullest, now + total + self.widest)
+
+
+class SetsFates:
+    """The class of an operator that sets the fates of blocks, which a count leaves out."""
+
+
+class GraphRun(SavingRun):
+    """A run of a graph that makes the table of each kind of block that it calls.
+
+    Args:
+        held: the placeholders of parameters, buffers and constants, which are there anyway.
+        groups: as for `TableRun`.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, held: Collection[str], groups: Mapping[str, str], device: Hardware
+    ) -> None:
+        super().__init__(module)
+        self.device, self.held, self.groups = device, held, groups
+        self.calls: list[BlockCallRow] = []
+        self.tables: list[BlockTable] = []
+        self.sizes: dict[int, int] = {}
+        self.held_memories: set[int] = set()
+        self.widest = 0
+        self._known: dict[Any, tuple[int, Any]] = {}
+        self._call: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs one node, and notes the sizes of what it makes."""
+        self._call = n
+        result = super().run_node(n)
+        for x in tensors_in(result) if n.op != "output" else []:
+            memory = self._memory_of(x)
+            self.sizes[memory] = x.untyped_storage().nbytes()
+            if n.op == "placeholder" and n.name in self.held:
+                self.held_memories.add(memory)
+            if x.requires_grad and memory not in self.held_memories and n.op == "call_function":
+                self.widest = max(self.widest, self.sizes[memory])
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator."""
+        if isinstance(target, SetsFates):
+            return None
+        return super().call_function(target, over_groups(args, self.groups), kwargs)
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what a block returns; runs it if none that is alike has run."""
+        module: Any = self.fetch_attr(target)
+        inner = getattr(module, "inner", module)
+        key = id(inner), tuple(map(_form, args))
+        if key not in self._known:
+            table, example = block_table(inner, args, self.groups, self.device)
+            self._known[key] = len(self.tables), example
+            self.tables.append(table)
+        kind, example = self._known[key]
+        result = _like(example)
+        assert self._call is not None
+        names = [n.name for n in inner.graph.find_nodes(op="placeholder")]
+        operands = {name: x for name, x in zip(names, args, strict=True) if isinstance(x, Tensor)}
+        inputs = {name: self._memory_of(x) for name, x in operands.items()}
+        returned = tensors_in(result)
+        results = {}
+        for name, x in zip((r for r in self.tables[kind].results if r), returned, strict=False):
+            self.sizes[self._memory_of(x)] = x.untyped_storage().nbytes()
+            results[name] = self._memory_of(x)
+        self.calls.append(
+            BlockCallRow(
+                target=str(target), block=block_of(self._call), kind=kind, results=results,
+                inputs={name: memory for name, memory in inputs.items() if memory not in self.held_memories},
+            )
+        )  # fmt: skip
+        return result
+
+    def table(self) -> GraphTable:
+        """Returns the table of the graph that ran."""
+        nodes = {n.name: n for n in self.module.graph.nodes}  # type: ignore[union-attr]
+        outside = {}
+        for saved in self.saved:
+            if saved.memory not in self.held_memories:
+                self.sizes.setdefault(saved.memory, saved.bytes)
+                outside.setdefault(saved.memory, nodes[saved.node])
+        return GraphTable(
+            calls=self.calls, tables=self.tables, outside=outside, sizes=self.sizes, widest=self.widest,
+        )  # fmt: skip
+
+
+def graph_table(
+    module: fx.GraphModule, args: Iterable[Any], held: Collection[str], groups: Mapping[str, str], device: Hardware
+) -> GraphTable:
+    """Returns the table of an emitted graph for these arguments, which may be fake.
+
+    Args:
+        held, groups: as for `GraphRun`.
+    """
+    run = GraphRun(module, held, groups, device)
+    # Under a mode that keeps no tensor, operators write in place as they do without one.
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), Work(device):
+        run.run(*args)
+    return run.table()
+
+
+def _form(x: Any) -> Any:
+    """Returns all that the run of a block depends on, of one argument."""
+    return (tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _like(result: Any) -> Any:
+    """Returns new tensors of the sizes of a block's results, which are no leaves of autograd."""
+    if isinstance(result, tuple | list):
+        return type(result)(map(_like, result))
+    if not isinstance(result, Tensor):
+        return result
+    empty = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
+    return empty.requires_grad_().clone() if result.requires_grad else empty

@@ -1,0 +1,69 @@
+"""under_budget: gives each call of a block a module of its own, whose fates the graph's `Budget` sets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp.passes.emit.memory.budget import Allowance, Budget
+from autotp.passes.emit.outline import blocks, outlined
+from autotp.passes.emit.recompute import read_a_copy, writes_buffers
+from autotp.passes.emit.recomputed import Recomputed
+
+
+def under_budget(
+    graph: fx.Graph,
+    updated: Collection[str],
+    allowance: Allowance,
+    device: torch.device,
+    held: Mapping[str, Tensor],
+    groups: Mapping[str, tuple[int, int]],
+    even: bool = True,
+) -> fx.GraphModule:
+    """Returns the graph as a module whose blocks keep what a budget lets them keep.
+
+    Args:
+        updated: placeholder names of the buffers that are written to between forward and backward.
+        held: placeholder of a parameter, buffer or constant -> a tensor like it.
+        groups: name of a process group -> the rank in it, and its size.
+        even: whether all ranks have parameters of the same sizes.
+    """
+    for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in updated]:
+        read_a_copy(node)
+    module = outlined(graph, list(blocks(graph)), "block")
+    shared: dict[str, Any] = dict(module.named_children())
+    known: dict[Any, Any] = {}
+    for i, node in enumerate(module.graph.find_nodes(op="call_module")):
+        inner = shared[str(node.target)]
+        node.target = f"block_of_{i}"
+        fixed = any(map(writes_buffers, inner.graph.nodes))
+        module.add_module(node.target, inner if fixed else Recomputed(inner, {}, known))
+    for name in shared:
+        module.delete_submodule(name)
+    budget = Budget(module=module, held=held, allowance=allowance, device=device, groups=groups, even=even)
+    inputs = [node for node in module.graph.find_nodes(op="placeholder") if node.name not in held]
+    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    with module.graph.inserting_before(first):
+        module.graph.call_function(budget, tuple(inputs))
+    module.recompile()
+    return module
+
+
+def hints(graph: fx.Graph, inputs: Collection[str]) -> list[Tensor] | None:
+    """Returns tensors on `meta` of the sizes of the captured call, for these placeholders; None if one is not known."""
+    tensors = []
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name in inputs:
+            value = node.meta.get("val")
+            sizes = [_hint(n) for n in value.shape] if isinstance(value, Tensor) else [None]
+            if None in sizes:
+                return None
+            tensors.append(torch.empty(sizes, dtype=value.dtype, device="meta", requires_grad=value.requires_grad))
+    return tensors
+
+
+def _hint(size: Any) -> int | None:
+    return size if isinstance(size, int) else size.node.hint

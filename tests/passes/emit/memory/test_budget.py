@@ -1,0 +1,140 @@
+"""budget: a graph under a budget keeps what it predicts, computes the same numbers, and says what does not fit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from errors import message
+from ranks import Checks
+from small_models import gpt
+from torch import Tensor, nn
+
+import autotp
+from autotp.passes.emit.memory.budget import Allowance, Budget, budget_of, on_device
+from autotp.runtime.module import executable_of
+
+checks = Checks()
+BUDGETS = ("90%", "70%", "50%", "30%")
+
+
+def budget_in(model: nn.Module) -> Budget:
+    budget = budget_of(executable_of(model).latest.ready.module)
+    assert budget is not None
+    return budget
+
+
+def kept_bytes(model: nn.Module, run: Any) -> int:
+    """Bytes that backward needs of a forward, each memory once, without the model's own."""
+    own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+    tensors: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        tensors.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run()
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(size for place, size in sizes.items() if place not in own)
+
+
+@checks.on(2)
+def a_budget_changes_no_number(rank: int, n: int) -> None:
+    """Bitwise, with dropout, in calls of two sizes; and what is kept is what was predicted."""
+    expect_same_numbers(n, sequence_parallel=False)
+
+
+@checks.on(2)
+def a_budget_with_sequence_parallel_changes_no_number(rank: int, n: int) -> None:
+    expect_same_numbers(n, sequence_parallel=True)
+
+
+@checks.on(2)
+def ranks_with_parts_of_other_sizes_run_no_collective_again(rank: int, n: int) -> None:
+    """Three heads on two ranks, which choose each for itself."""
+    expect_same_numbers(n, sequence_parallel=False, n_head=3, n_embd=48, budgets=("90%", "60%"))
+
+
+def expect_same_numbers(
+    n: int, sequence_parallel: bool, n_head: int = 4, n_embd: int = 32, budgets: tuple[str, ...] = BUDGETS
+) -> None:
+    torch.manual_seed(0)
+    whole = gpt(dropout=0.1, n_head=n_head, n_embd=n_embd, vocab_size=96).double()
+    tokens, labels = torch.randint(0, 64, (4, 16)), torch.randint(0, 64, (4, 16))
+    calls = [(tokens, labels), (tokens[:2, :8], labels[:2, :8]), (tokens, labels)]
+    expected: list[Tensor] = []
+    for memory in (None, *budgets):
+        model = autotp.parallelize(
+            copy.deepcopy(whole), n, example_inputs=calls[0], memory=memory, sequence_parallel=sequence_parallel
+        )
+        torch.manual_seed(1)
+        values: list[Tensor] = []
+        for call in calls:
+            loss = model(*call)
+            loss.backward()
+            values += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        expected = expected or values
+        for value, reference in zip(values, expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=0, atol=0)
+        if memory is not None:
+            choice = budget_in(model).choose(calls[0])
+            measured = kept_bytes(model, lambda model=model: model(*calls[0]))
+            assert measured == pytest.approx(choice.kept, rel=0.02)
+            assert choice.kept <= float(memory[:-1]) / 100 * choice.kept_without
+            assert choice.chosen.collectives == 0 or memory in ("50%", "30%")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
+
+
+def test_a_budget_of_everything_keeps_everything() -> None:
+    tokens = torch.randint(0, 64, (4, 16))
+    model = autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory="2GB")
+    choice = budget_in(model).latest
+    assert choice is not None and choice.chosen.seconds == 0 and choice.kept == choice.kept_without
+    # Parameters, gradients, and two states of AdamW.
+    assert choice.allowance.fixed == pytest.approx(4 * sum(p.nbytes for p in model.parameters()), rel=0.01)
+
+
+def test_a_budget_that_nothing_fits_says_the_smallest() -> None:
+    tokens = torch.randint(0, 64, (4, 16))
+    text = message(lambda: autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory="1%"))
+    least = text.partition('memory="')[2].partition('"')[0]
+    assert "a microbatch keeps at least" in text and "autotp search" in text
+    model = autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory=least)
+    assert budget_in(model).latest is not None
+    text = message(lambda: autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory=1000))
+    needed = int(text.partition("try      memory=")[2].splitlines()[0])
+    autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory=needed)
+
+
+def test_auto_is_for_devices_with_memory_of_their_own() -> None:
+    assert on_device("50%", torch.device("cpu")) == "50%"
+    assert message(on_device, "auto", torch.device("cpu")) == (
+        'memory="auto" on cpu, which shares its memory with other programs\n'
+        '  try      memory="24GB", the bytes that this rank may use'
+    )
+
+
+def test_evaluation_chooses_nothing() -> None:
+    tokens = torch.randint(0, 64, (4, 16))
+    with torch.no_grad():
+        model = autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory="1%")
+        model(tokens, tokens)
+    assert budget_in(model).latest is None
+
+
+def test_a_stage_of_a_pipeline_keeps_several_microbatches() -> None:
+    """In bytes: the limit is for all of them."""
+    tokens = torch.randint(0, 64, (4, 16))
+    budget = budget_in(autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory="2GB"))
+    whole = budget.choose((tokens, tokens))
+    one, three = Allowance(memory="2GB"), Allowance(memory="2GB", calls=3)
+    assert three.measure(whole.table, whole.whole) - one.measure(whole.table, whole.whole) == 2 * whole.kept_without
+    assert Allowance(memory=1000, fixed=400, share=0.5).limit(whole.table, whole.whole) == 300
