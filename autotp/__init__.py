@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # For editors and mypy. A test compares these lines with the 
     from autotp.tools.pass_by_pass.stages import Stages as Stages
     from autotp.tools.pass_by_pass.stages import stages as stages
     from autotp.training.distribute import distribute as distribute
+    from autotp.training.low_memory.low_memory import low_memory as low_memory
     from autotp.training.sampler import Sampler as Sampler
     from autotp.training.trainer import Trainer as Trainer
     from autotp.training.weight_decay_groups import weight_decay_groups as weight_decay_groups
@@ -74,6 +75,7 @@ _HOMES = {
     "is_first_rank": "distributed.launch",
     "load_checkpoint": "checkpoint.save",
     "load_full_state_dict": "checkpoint.state_dict",
+    "low_memory": "training.low_memory.low_memory",
     "opaque": "passes.capture.replacements.opaque",
     "parallelize": "api",
     "rule": "rules.registry",

@@ -97,6 +97,13 @@ class ModelLibrary:
         """Returns what to write so that a model does not draw from `random` or `numpy.random`; "" for other models."""
         return ""
 
+    def with_documents(self, model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the keyword arguments of a step with those that say where packed documents end.
+
+        A model of the library would find that in forward, by values that are others in each part of a batch.
+        """
+        return kwargs
+
     def during_capture(self, exactly: bool, looks: bool) -> AbstractContextManager[None]:
         """Returns a region in which models of the library compute in a capture what they compute on one device.
 

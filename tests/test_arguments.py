@@ -70,6 +70,7 @@ def right(folder: Path) -> dict[str, dict[str, Any]]:
         "save_page": {"found": estimate, "path": folder / "page.html"},
         "save_trace": {"estimate": estimate, "path": folder / "trace.json"},
         "whole_matrices": {"kind": torch.optim.Muon},
+        "low_memory": {"kind": torch.optim.AdamW},
         "search": {"model": Regression(), "gpus": 1, "gpu": "h100-80gb", "batch": 2, "example_inputs": X},
     }
 

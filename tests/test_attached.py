@@ -8,9 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import autotp
-from autotp.attached import all_attached, attach, attached, attached_if_any, detach, first_time
+from autotp.attached import (
+    READ,
+    all_attached,
+    attach,
+    attached,
+    attached_if_any,
+    detach,
+    first_time,
+    host_values,
+    read_again,
+)
 
 
 class Owner:
@@ -81,8 +92,8 @@ OF_THE_PROCESS = {
     },
     "what extensions add: values of options, and rows of tables": {
         "diagnostics.lockstep.COLLECTIVES", "extensions._REGISTERED", "passes.builder.SIZES",
-        "passes.check.erase.FORMS", "passes.emit.python_calls.PYTHON_CALLS", "passes.lower.localize.FORMS",
-        "rules.table.ROWS",
+        "passes.check.erase.FORMS", "passes.emit.python_calls.BEFORE_CALLS", "passes.emit.python_calls.PYTHON_CALLS",
+        "passes.lower.localize.FORMS", "rules.table.ROWS",
     },
     "the region that a thread is in: a region within another has its own": {
         "display.progress._of_threads", "errors._calls", "groups.one_thread._users",
@@ -94,14 +105,17 @@ OF_THE_PROCESS = {
     "the live models of the process, and what is put back in torch after the last one": {
         "distributed.live_models._models", "distributed.live_models._undo",
     },
-    "of one backward": {"ops.coalesced._before", "ops.coalesced._waits_of_run"},
+    "of the call that runs: its graph begins with forgetting it": {
+        "integrations.attention_kernels.flex.flex_attention._BLOCKS"
+    },
+    "of one backward": {"ops.coalesced._before", "ops.coalesced._waits_of_run", "passes.emit.kept_call._latest"},
     "what other ranks have told, by numbers that no two meshes share": {
         "distributed.peers.in_step._first", "distributed.peers.in_step._progress",
         "runtime.torch_hooks.interrupted._passed", "runtime.torch_hooks.interrupted._waiting",
     },
     "of the process as the system sees it: its card, its sockets and locked files": {
         "checkpoint.files.folder_lock.HELD", "distributed.peers.links._open",
-        "distributed.peers.never_ending._captures",
+        "distributed.peers.never_ending._captures", "ops.stores._streams",
     },
     "looked at in each collective or call, so without `attached`; an entry names its group, which is compared": {
         "groups.failures.uncompared", "groups.process_group._backends", "passes.capture.pytree._SPECS",
@@ -203,3 +217,24 @@ def test_states_of_finds_what_a_module_changes_of_another() -> None:
     assert states_of("from autotp.a import b\ndef f(): b.x.pop(1)", "c") == {"a.b.x"}
     assert states_of("from autotp.a.b import x\ndef f(): x[1] = 2", "c") == {"a.b.x"}
     assert states_of("x = {1: 2}\ndef f(x): x[1] = 3\ndef g():\n x = {}\n x[1] = 2", "a.b") == set()
+
+
+def test_parts_of_a_known_tensor_are_known() -> None:
+    x = torch.arange(12)
+    assert READ.of(x[2:5]) is None and host_values(x) == list(range(12))
+    assert [READ.of(part) for part in x.chunk(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert READ.of(x[1:][2:4]) == [3, 4]
+    assert READ.of(x[::2]) is None and READ.of(x.view(3, 4)) is None and READ.of(x.view(3, 4)[1]) == [4, 5, 6, 7]
+    x[5] = 0
+    assert READ.of(x) is None and READ.of(x[2:5]) is None and host_values(x[2:5]) == [2, 3, 4]
+
+
+def test_a_copy_is_known_as_its_tensor_and_a_write_that_torch_does_not_count_is_read_again() -> None:
+    x, y = torch.arange(3), torch.arange(2)
+    assert read_again([x, y, x]) == [[0, 1, 2], [0, 1], [0, 1, 2]]
+    copy = x.clone()
+    assert READ.of(copy) is None
+    READ.copied(x, copy)
+    assert READ.of(copy) == [0, 1, 2]
+    x.data[0] = 7
+    assert read_again([x]) == [[7, 1, 2]]

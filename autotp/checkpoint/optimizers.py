@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from autotp.distributed.cut_tensors.cut_parameter import hold_parts
 from autotp.errors import Error
 from autotp.runtime.torch_hooks.optimizer_state import OF_RANK, OwnedStates
+from autotp.training.low_memory.optimizer import LowMemory
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ class Optimizers:
         """Returns the state of a parameter, empty if it has none."""
         # `get`, as `optimizer.state[parameter]` adds an empty state.
         return next((optimizer.state[parameter] for optimizer in self.each if optimizer.state.get(parameter)), {})
+
+    def kept(self, parameter: Any, key: str, state: Any) -> Any:
+        """Returns what its optimizer keeps of a state that was read: of `low_memory` in fewer bits, or on the host."""
+        for optimizer in (x for x in self.each if isinstance(x, LowMemory) and parameter in x.groups_by_parameter()):
+            return optimizer.taken(parameter, key, state)
+        return state
 
     @property
     def owned(self) -> list[OwnedStates]:

@@ -179,7 +179,8 @@ def read_state(
             model[name] = _part(manifest, entry_key("model", name), parts, name)
             line.count()
         for parameter, name, key in entries:
-            moments[parameter][key] = _moment(manifest, parts, name, key, optimizers.owner(parameter) is not None)
+            moment = _moment(manifest, parts, name, key, optimizers.owner(parameter) is not None)
+            moments[parameter][key] = optimizers.kept(parameter, key, moment)
             line.count()
     options = _options(manifest, parts, optimizers, of_groups)
     named_states = {name: manifest.value(manifest.about["more"][name]) for name in more}

@@ -21,6 +21,7 @@ from autotp.distributed.mesh import group_of
 from autotp.groups.one_thread import in_collective
 from autotp.runtime.holdings import Holdings, holdings_of
 from autotp.runtime.torch_hooks.optimizer_state import OF_RANK, OwnedStates, not_watched
+from autotp.training.low_memory.parts import as_torch
 
 State = dict[str, Any]
 
@@ -69,7 +70,8 @@ def whole_state_dict(optimizer: Optimizer) -> State | None:
             whole["state"] = {i: values for i, values in whole["state"].items() if i not in model_numbers}
             whole["state"] |= {numbers[id(named[name])]: values for name, values in states.items()}
             continue
-        local_states = {name: optimizer.state.get(p, {}) for name, p in named.items()}
+        states_here = {name: (p, optimizer.state.get(p, {})) for name, p in named.items()}
+        local_states = {name: {key: as_torch(p, x) for key, x in of.items()} for name, (p, of) in states_here.items()}
         cut = _cut_states(parts, local_states, steps_elements(optimizer))
         # Each of these is gathered below, so all ranks must have the same ones.
         expect_alike(cut, parts.everyone, "has another state of the optimizer", "the same steps of the optimizer")

@@ -43,6 +43,7 @@ from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
 from autotp.runtime.holdings import Holdings, expect_all_saved, holdings_of
 from autotp.sharding.boxes import local_of
+from autotp.training.low_memory.stored_state import StoredState
 from autotp.training.step_facts import StepFacts, expect_finite
 from autotp.training.trainer import Trainer
 
@@ -185,7 +186,9 @@ def _state(
     values = {}
     for parameter, name, key, value in _moments(optimizers, parts):
         entry = entry_key("optimizer", name, key)
-        if not isinstance(value, Tensor):
+        if isinstance(value, StoredState):
+            items += _items_of(entry, parts, name, value.opened(), staging)
+        elif not isinstance(value, Tensor):
             values[entry] = encode(value, f"`{key}` of `{name}` in the optimizer", keeper(entry))
         # A number beside the parameter, such as a count of steps: each rank has it.
         elif value.dim() == 0 and value.shape != parts.held[name].shape:
@@ -222,7 +225,7 @@ def _items_of(key: str, parts: Holdings, name: str, tensor: Tensor, staging: Sta
     # A tensor without elements has no boxes, and must be in the manifest all the same.
     if not math.prod(parts.shapes[name]):
         yield Item(key, (0,) * local.dim(), parts.shapes[name], staging.copy(local))
-    for box in parts.boxes(name, tensor):
+    for box in parts.boxes(name):
         yield Item(key, box.whole, parts.shapes[name], staging.copy(box.of(local)))
 
 

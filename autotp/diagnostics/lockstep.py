@@ -236,10 +236,10 @@ def conjugate(name: str) -> Callable[..., Ranks]:
 
 
 def _halo(*xs: Tensor, rest: tuple[Any, ...]) -> Ranks:
-    """Runs `halo(x, axis, dim, size, before, ends)`; autograd adds the gradients of what several ranks read."""
-    dim, size, before, ends = rest
+    """Runs `halo(x, axis, dim, size, before, ends, chunk)`; autograd adds the gradients of what several ranks read."""
+    dim, size, before, ends, chunk = rest
     dim, sequence = dim % xs[0].dim(), torch.cat(xs, dim)
-    keys, parts = first_keys(size, len(xs), before, known_documents(ends, size)), range(len(xs))
+    keys, parts = first_keys(size, len(xs), before, known_documents(ends, size), chunk), range(len(xs))
     stops = [chunk_stop(size, len(xs), rank) for rank in parts]
     read = [sequence.narrow(dim, key, stop - key) for key, stop in zip(keys, stops, strict=True)]
     return tuple(laid_out(y, order_of_dimensions(x)) for x, y in zip(xs, read, strict=True))

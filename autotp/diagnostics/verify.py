@@ -505,7 +505,8 @@ def verify(
         if (pp, dp, parts) == (1, 1, 1):
             return compare_calls(model, find_inputs(model, example_inputs), tp, settings)
         expect_blocks(model, training, pp)
-        return compare_mesh(model, find_inputs(model, example_inputs), (tp, pp, dp), training)
+        args, kwargs = find_inputs(model, example_inputs)
+        return compare_mesh(model, (args, library().with_documents(model, kwargs)), (tp, pp, dp), training)
 
     sizes = f", cp={cp}" * (cp != 1) + f", pp={pp}, dp={dp}" * ((pp, dp) != (1, 1))
     return within(f"verify({type(model).__name__}, tp={tp}{sizes})", run)

@@ -28,7 +28,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from autotp.errors import Error
 from autotp.groups.one_thread import in_collective
 from autotp.groups.process_group import backend_of, own_method, process_group, seat
-from autotp.ops.attention.documents import first_keys, known_documents
+from autotp.ops.attention.documents import first_keys, read_documents
 from autotp.ops.eager_mode import apply_plain, is_bare, is_kept, is_observed, is_plain
 from autotp.ops.placement_moves import chosen, replaced
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
@@ -107,19 +107,22 @@ def all_to_all(
     return _convert("all_to_all", x, group, dim, (size, block, to_dim % dims - dim % dims, to_size, to_block))
 
 
-def halo(x: Tensor, group: str | None, dim: int, size: int, before: int, ends: Tensor | None = None) -> Tensor:
+def halo(
+    x: Tensor, group: str | None, dim: int, size: int, before: int, ends: Tensor | None = None, chunk: int = 0
+) -> Tensor:
     """Shard(dim) -> Halo(dim): puts before this rank's part the positions before it that its queries read.
 
     They are `before` positions, and none of another document; they may lie on several ranks. Backward adds their
     gradients to those of their owners. x: [... part ...] -> [... halo + part ...]
 
     Args:
-        ends: where packed documents begin and end, [documents + 1]. On a GPU they are not read, since the host would
-            have to wait for them: there `before` alone says how long the halo is.
+        ends: where packed documents begin and end, [documents + 1]. The host waits for those on a GPU, once in a call.
+            In compiled code and in CUDA graphs it cannot: there `before` alone says how long the halo is.
+        chunk: the length of chunks, of which a query reads its own; 0 for none.
     """
     if group is None or seat(group)[1] == 1:
         return x
-    keys = first_keys(size, seat(group)[1], before, known_documents(ends, size))
+    keys = first_keys(size, seat(group)[1], before, read_documents(ends, size), chunk)
     return _convert("halo", x, group, dim, (size, keys))
 
 

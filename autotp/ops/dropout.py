@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autotp.ops.attention.products import attention, attention_weights
-from autotp.ops.eager_mode import is_computed, is_plain
+from autotp.ops.eager_mode import runs_at_once
 from autotp.sharding.strides import memory_order
 
 Cut = tuple[int, tuple[int, int, int], Sequence[tuple[int, int]]]
@@ -44,18 +44,11 @@ def fast_dropout(input: Tensor, p: float, rank: int) -> Tensor:
 
     All ranks draw equally often from the streams that they share, so masks of replicated values stay equal.
     """
-    if has_own_stream(input):
+    if runs_at_once(input):
         with own_stream(input.device, rank):
             return torch.native_dropout(input, p, True)[0]  # On CPUs, too, it keeps one byte an element.
     mask = keep(input.detach(), p, torch.randint(2**62, (), device=input.device), rank)
     return input * mask * (1 / (1 - p) if p < 1 else 0.0)
-
-
-def has_own_stream(x: Tensor) -> bool:
-    """True if the host can give a rank a stream of its own now: not in traces, transforms and recorded CUDA graphs."""
-    if not (is_plain(x) and is_computed(x)) or x.is_meta:  # Dynamo cannot trace the question below.
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @contextmanager
@@ -119,7 +112,7 @@ def fast_attention(
     It is torch's own attention, whose fused kernels draw the mask again in backward, and keep no weights. Torch has no
     such kernel for CPUs, and what it has there instead keeps 12 bytes a weight; the products below keep 9.
     """
-    if not query.is_cpu and has_own_stream(query) and query.numel() and value.numel():
+    if not query.is_cpu and runs_at_once(query) and query.numel() and value.numel():
         with own_stream(query.device, rank):
             return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     weights, value = attention_weights(query, key, value, attn_mask, is_causal, scale, enable_gqa)

@@ -86,6 +86,13 @@ def is_computed(x: Tensor) -> bool:
     return torch._C._len_torch_dispatch_stack() == 0 or all(torch._C._get_dispatch_mode(k) is None for k in _TRACING)
 
 
+def runs_at_once(x: Tensor) -> bool:
+    """True if the host can act between operators on `x`: not in traces, transforms and recorded CUDA graphs."""
+    if not (is_plain(x) and is_computed(x)) or x.is_meta:  # Dynamo cannot trace the question below.
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def _has_function_mode(depth: int) -> bool:
     """True in a mode for torch's functions, other than that of `torch.set_default_device`, which keeps no tensor."""
     return any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(depth))

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autotp.attached import READ, HostValues, host_values
 from autotp.errors import Error
-from autotp.ops.grouped_mm import READ, HostValues, host_values
 
 BEGINS = HostValues()
 """Of the chosen experts of rows in order: where the rows of each expert begin, and where the last one's end."""

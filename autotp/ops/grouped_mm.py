@@ -10,44 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-
-class HostValues:
-    """Whole numbers that the host knows of tensors on a device; it forgets them with the tensor."""
-
-    def __init__(self) -> None:
-        self._known: Any = WeakTensorKeyDictionary()
-
-    def keep(self, x: Tensor, values: list[int]) -> None:
-        """Notes the numbers of a tensor. While code is compiled there are none."""
-        if not torch.compiler.is_compiling():
-            self._known[x] = _version(x), values
-
-    def of(self, x: Tensor) -> list[int] | None:
-        """Returns the numbers of a tensor; None if they are not known, or if it was written into since then."""
-        if torch.compiler.is_compiling():
-            return None
-        version, values = self._known.get(x, (None, None))
-        return values if version == _version(x) else None
-
-
-def _version(x: Tensor) -> int:
-    # A tensor of inference mode has no count of writes, and asking for it raises.
-    return 0 if x.is_inference() else x._version
-
-
-READ = HostValues()
-"""The numbers in tensors that the host has read."""
-
-
-def host_values(x: Tensor) -> list[int]:
-    """Returns the numbers in a tensor of one dimension. Waits for the device if the host has not read them yet."""
-    values = READ.of(x)
-    if values is None:
-        values = x.tolist()
-        READ.keep(x, values)
-    return values
+from autotp.attached import host_values
 
 
 @torch.library.custom_op("autotp::grouped_mm", mutates_args=())

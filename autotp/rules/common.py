@@ -315,6 +315,12 @@ def parallel_peak(call: Call) -> Rule:
     return Rule.of(spell([x], [top]), reducer="max")
 
 
+def parallel_argmax(call: Call) -> Rule:
+    """`argmax_key(x, dim, start)`: a maximum without a gradient, too."""
+    x, key = _around(call, "v!", "")
+    return Rule.of(spell([x], [key]), reducer="max")
+
+
 def parallel_class_terms(call: Call) -> Rule:
     """`class_terms(x, top, classes, dim, start)`: two sums for each row over classes, which may be cut."""
     x, top, row = _around(call, "v!", "1", "")
@@ -322,9 +328,20 @@ def parallel_class_terms(call: Call) -> Rule:
 
 
 def parallel_linear_class_terms(call: Call) -> Rule:
-    """`linear_class_terms(weight, x, classes, ..., bias)`: two terms for each row over classes, which may be cut."""
-    row, bias = letters(call["classes"].dim()), [["v!"]] * (call["bias"] is not None)
-    return Rule.of(spell([["v!", "i^"], [*row, "i^"], row, *bias], [["t^", *row]]), reducer="logsumexp")
+    """`linear_class_terms(weight, x, classes, ..., bias, ...)`: terms of each row over classes, which may be cut."""
+    row = letters(call["classes"].dim())
+    terms = {
+        "weight": ["v!", "i^"], "x": [*row, "i^"], "classes": row, "bias": ["v!"],
+        "other_weight": ["v!", "j^"], "other_x": [*row, "j^"], "other_bias": ["v!"],
+    }  # fmt: skip
+    present = [term for name, term in terms.items() if call.get(name) is not None]
+    return Rule.of(spell(present, [["t^", *row]]), reducer="logsumexp")
+
+
+def parallel_linear_argmax(call: Call) -> Rule:
+    """`linear_argmax_key(weight, x, start, ..., bias)`: a maximum of each row over classes, which may be cut."""
+    row, bias = letters(call["x"].dim() - 1), [["v!"]] * (call["bias"] is not None)
+    return Rule.of(spell([["v!", "i^"], [*row, "i^"], *bias], [row]), reducer="max")
 
 
 def whole_linear_loss_sum(call: Call) -> Rule:

@@ -42,7 +42,7 @@ def heads_in_parts(call: Call) -> Rule:
 
 
 def with_positions_before(call: Call) -> Rule:
-    """`nearby(x, dim, before, ends)` and `halo(x, axis, dim, size, before, ends)`: `dim` has another axis behind."""
+    """`nearby(x, dim, ...)` and `halo(x, axis, dim, size, ...)`: `dim` has another axis behind."""
     ns, dim, mark = letters(call.operands[0].dim()), call.dim(), "^" if "group" in call.arguments else "!"
     before, after = ([*ns[:dim], name, *ns[dim + 1 :]] for name in (f"x{mark}", "y^"))
     return Rule.of(spell([before, *[["z^"]] * (len(call.operands) - 1)], [after]), ((0,),))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from autotp.ops.attention.zigzag import zigzag_rows
 from autotp.rules.call import Call
 from autotp.rules.common import RuleFunction, fixed, present
 from autotp.rules.language import Rule, spell
@@ -136,3 +137,9 @@ def attention(call: Call) -> Rule | None:
     terms = [[*heads, s, "d^"], [*kv, "t^", "d^"], [*kv, "t^", "e"], *[[*heads, s, "t^"]] * len(mask)]
     terms = [term[len(term) - operand.dim() :] for term, operand in zip(terms, present(call), strict=True)]
     return Rule.of(spell(terms, [[*heads, s, "e"]]), () if mark else ((2,),), **sizes)
+
+
+def zigzag_attention(call: Call) -> Any:
+    """Returns the operator for queries in the order of `zigzag`; None if the attention is not causal."""
+    # With dropout, `causal_masks` writes the mask as a value, whose rows are read in any order.
+    return zigzag_rows if call.get("is_causal") and not call.get("dropout_p") else None

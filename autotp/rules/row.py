@@ -83,11 +83,13 @@ class Reach:
         window: at most so many; -1 for all.
         longest: the name of the argument that no document is longer than; "" if rows are one document.
         ends: the name of the argument with the ends of documents; "" if rows are one document.
+        chunk: the length of the chunks of a row, of which a query reads its own; 0 for none.
     """
 
     window: int
     longest: str = ""
     ends: str = ""
+    chunk: int = 0
 
     def before(self, arguments: Mapping[str, Any]) -> Any:
         """Returns the number of keys, from the values of a call's arguments."""
@@ -107,6 +109,9 @@ class Row:
         sizes: name of the argument with the result's sizes, which become local sizes if the operator is cut.
         places: for an operator on each channel by itself, the number of dimensions behind the channels.
         reach: returns which keys before its own position a query of this attention reads; None if they have no bound.
+        zigzag: returns the operator that computes this attention for queries in the order of `zigzag`; None if there is
+            none, or if the attention is not causal. It has the same arguments but those that being causal sets, and the
+            number of `parts`, and the `rank` whose queries they are (None for all).
     """
 
     rule: RuleFunction | None = None
@@ -114,3 +119,4 @@ class Row:
     sizes: str = ""
     places: int = 0
     reach: Callable[[Call], Reach | None] | None = None
+    zigzag: Callable[[Call], Any] | None = None

@@ -19,6 +19,7 @@ from autotp.ops.attention.products import attention
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_rows
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.ops.losses import cross_entropy, ctc_loss
+from autotp.ops.losses.argmax import argmax_key, linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
 from autotp.rules import common as f
 from autotp.rules import conjugates as c
@@ -91,7 +92,7 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("linalg_vecdot", Row(f.paired("", "each"))),
     ("linalg_solve_triangular", Row(p.solved)),
     ("cdist", Row(f.fixed("* p k^, * r k^ -> * p r"))),
-    ("scaled_dot_product_attention", Row(p.attention, T.ATTENTION)),
+    ("scaled_dot_product_attention", Row(p.attention, T.ATTENTION, zigzag=p.zigzag_attention)),
     ("_grouped_mm", Row(p.grouped_mm)),
     # Views and movement.
     ("view.default", Row(v.view, T.RESHAPE, sizes="size")),
@@ -139,10 +140,12 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("nansum count_nonzero", Row(f.reduction())),
     ("mean", Row(f.reduction("!", linear="all"))),
     (
-        "all amax amin aminmax any argmax argmin kthvalue logsumexp max.default max.dim median "
+        "all amax amin aminmax any argmin kthvalue max.default max.dim median "
         "min.default min.dim mode nanmean nanmedian prod special_logsumexp std std_mean var var_mean",
         Row(f.reduction("^")),
     ),
+    ("argmax", Row(f.reduction("!"))),
+    ("logsumexp.default", Row(f.reduction("!"), T.CLASSES)),
     ("linalg_vector_norm norm", Row(f.reduction("^"), T.NORM)),
     ("cosine_similarity pairwise_distance", Row(f.paired("^"))),
     ("softmax.int", Row(f.along_dim("!"), T.SOFTMAX)),
@@ -254,6 +257,8 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     cross_entropy.peak: Row(f.parallel_peak, T.NO_GRADIENT),
     cross_entropy.class_terms: Row(f.parallel_class_terms, T.UNSAVED),
     linear_class_terms: Row(f.parallel_linear_class_terms, T.UNSAVED),
+    argmax_key: Row(f.parallel_argmax, T.NO_GRADIENT),
+    linear_argmax_key: Row(f.parallel_linear_argmax, T.NO_GRADIENT),
     linear_loss_sum: Row(f.whole_linear_loss_sum, T.UNSAVED),
     dropout.exact_dropout: Row(f.dropout, T.RANDOM),
     dropout.fast_dropout: Row(f.dropout, T.RANDOM),

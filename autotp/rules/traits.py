@@ -35,6 +35,12 @@ def reach_of(node: fx.Node) -> Reach | None:
     return reach(call_of(node)) if reach is not None else None
 
 
+def zigzag_of(node: fx.Node) -> Any:
+    """Returns the operator that computes a causal attention for queries in the order of `zigzag`; None for others."""
+    zigzag = ROWS.get(node.target, UNKNOWN).zigzag  # type: ignore[arg-type]
+    return zigzag(call_of(node)) if zigzag is not None else None
+
+
 def draws(node: fx.Node) -> bool:
     """True for a call that takes numbers from the random stream; dropout with p=0 or in evaluation does not."""
     operator = operator_of(node)

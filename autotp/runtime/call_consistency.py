@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from autotp.attached import Counts, attached
+from autotp.attached import Counts, attached, read_again
 from autotp.distributed.agreement import Among, Fact, compare
 from autotp.distributed.cut_tensors.cut_parameter import tell_user
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
@@ -70,6 +70,26 @@ def agree_on_values(mesh: Mesh, graph: int) -> None:
     """
     if mesh.everyone.size > 1 and torch._C._functorch.peek_interpreter_stack() is None:
         compare(mesh, [Fact("graph", graph, "reads other values of tensors", SAME_BATCH)])
+
+
+def agree_on_documents(mesh: Mesh, ends: Sequence[Tensor], leaves: Sequence[Any], mode: Any, compares: bool) -> None:
+    """Reads where packed documents end, which says how much ranks send over cp.
+
+    The host waits once for all ends on a GPU. (Where NCCL is the only backend, it waits for the comparison, too.)
+
+    Args:
+        ends: those arguments of a call.
+        leaves: all of them: a number says how long a document is at most.
+        mode: as for `agree_on_call`: another rank may be there, for a new graph.
+
+    Raises:
+        Error: on every rank, if they differ.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        numbers = read_again(ends)
+        lengths = [compared_part(leaf) for leaf in leaves if not isinstance(leaf, Tensor) or not leaf.numel()]
+        if compares:
+            agree_on_call(mesh, [repr([numbers, lengths])], mode, False)
 
 
 def warn_of_equal_rows(mesh: Mesh, leaves: Sequence[Any]) -> None:

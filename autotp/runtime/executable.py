@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autotp.attached import READ
 from autotp.compiler import analyse, warn_of_whole_sequences
 from autotp.distributed.agreement import agree
 from autotp.distributed.cut_tensors.cut_parameter import STAND_FOR_WHOLES, whole_operand
@@ -58,7 +59,13 @@ from autotp.passes.emit.async_tensor_parallel import FusedPairs, enable_symmetri
 from autotp.passes.emit.attach_parameters import BlockCall, in_places, places, ties, value_at, values_at, works
 from autotp.passes.emit.compiled import compile_blocks
 from autotp.passes.program.program import CallState
-from autotp.runtime.call_consistency import agree_on_call, agree_on_values, checksum_of_parts, warn_of_equal_rows
+from autotp.runtime.call_consistency import (
+    agree_on_call,
+    agree_on_documents,
+    agree_on_values,
+    checksum_of_parts,
+    warn_of_equal_rows,
+)
 from autotp.runtime.fsdp import dtypes
 from autotp.runtime.func_gradients import expect_tied, own_parts
 from autotp.runtime.graph_digest import digest
@@ -327,8 +334,11 @@ class Executable:
 
     def _operands(self, entry: GraphEntry, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Returns this rank's part of each input of a graph, on its device, by placeholder."""
-        tensors = to_device(tensors, self.mesh.device, entry.on_host)
-        return dict(zip(entry.analysis.captured.inputs, map(local_part, tensors), strict=True))
+        moved = to_device(tensors, self.mesh.device, entry.on_host)
+        if entry.documents and not torch.compiler.is_compiling():
+            for x, copy in zip(tensors, moved, strict=True):
+                READ.copied(x, copy)
+        return dict(zip(entry.analysis.captured.inputs, map(local_part, moved), strict=True))
 
     def _graph_inputs(self, captured: Captured, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Sequence[int]]]:
         """Returns a graph's input tensors (those of arguments, then those of attributes), and all shapes."""
@@ -524,13 +534,23 @@ class Executable:
                 within(f"{self.name}.forward", lambda: agree_on_values(self.mesh, index))
             if entry is None or (check != "never" and self._is_compared(entry)):
                 entry = within(f"{self.name}.forward", lambda: self._checked(entry, called, key[3:], check, outcomes))
+            within(f"{self.name}.forward", lambda: self._read_documents(entry, called, key[3:], check))
             entry.warned = entry.warned or warn_of_whole_sequences(entry.analysis, f"{self.name}.forward")
             return entry
+
+    def _read_documents(self, entry: GraphEntry, called: FlatCall, mode: Key, check: CheckInputs) -> None:
+        """Reads the ends of packed documents for a GPU, where they say how much ranks send over cp."""
+        if not entry.documents or self.mesh.cp == 1 or self.mesh.device.type != "cuda" or self._is_recorded():
+            return
+        tensors, _ = self._graph_inputs(entry.analysis.captured, called.tensors)
+        ends = [x for x, name in zip(tensors, entry.analysis.captured.inputs, strict=True) if name in entry.documents]
+        agree_on_documents(self.mesh, ends, called.leaves, mode, check != "never")
 
     def _is_compared(self, entry: GraphEntry) -> bool:
         """True if ranks compare the inputs of this call of a graph.
 
-        On a CPU the ends of packed documents are read, and say how much ranks send over cp: so they do in each call.
+        On a CPU the ends of packed documents are read, and say how much ranks send over cp: so they do in each call. On
+        a GPU they compare these alone.
         """
         read = entry.reads_documents and self.mesh.device.type == "cpu"
         return read or self.tree.settings.check_inputs != "first" or entry.calls < CHECKED_CALLS

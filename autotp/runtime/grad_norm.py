@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autotp.arguments import expect_arguments
-from autotp.errors import Error, calling
+from autotp.errors import Error, calling, within
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import Holdings, holdings_of
+from autotp.runtime.torch_hooks.optimizer_state import expect_norm
 from autotp.sharding.boxes import is_sharded, local_of
 
 
@@ -51,7 +52,9 @@ def _clip(model: nn.Module, max_norm: float, norm_type: float, error_if_nonfinit
     parts = holdings_of(model, "clip_grad_norm_")
     expect_arguments(clip_grad_norm_, max_norm=max_norm, error_if_nonfinite=error_if_nonfinite)
     parameters = {name: p for name, p in parts.held.items() if isinstance(p, nn.Parameter)}
-    total = total_norm(parts, {name: p.grad for name, p in parameters.items() if p.grad is not None}, norm_type)
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    within("clip_grad_norm_", lambda: expect_norm(gradients))
+    total = total_norm(parts, gradients, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise Error(f"clip_grad_norm_: the norm of the gradient is {total.item()}", fix="error_if_nonfinite=False")
     # 1e-6 as in torch: the factor must be that of one device.

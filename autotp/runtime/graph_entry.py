@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
@@ -27,7 +27,7 @@ from autotp.passes.capture.python_state.code_names import named
 from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.emit.bind import bind
 from autotp.passes.emit.rank_program import RankProgram
-from autotp.passes.pipeline.documents import reads_documents
+from autotp.passes.pipeline.documents import document_inputs, reads_documents
 from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
 from autotp.rules.call import returned
@@ -86,6 +86,11 @@ class GraphEntry:
     def reads_documents(self) -> bool:
         """True if attention reads where packed documents end."""
         return any(map(reads_documents, self.analysis.graph.nodes))
+
+    @cached_property
+    def documents(self) -> Collection[str]:
+        """The inputs that say where packed documents end, and that attention reads."""
+        return document_inputs(self.analysis.graph).keys()
 
     @property
     def keeps_masks(self) -> bool:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from autotp.distributed.mesh import Mesh
-from autotp.options import Options, Recompute, expect_choices
+from autotp.options import Options, Outputs, Recompute, expect_choices
 from autotp.passes.capture.python_state.guard import looked_up
 from autotp.passes.capture.python_state.walk import STATE
 from autotp.passes.capture.skeleton import close_over, copying, stand_ins
@@ -58,11 +58,15 @@ class Tree:
         expect_choices(settings)
         self.settings = settings
 
-    @contextmanager
-    def outputs_stay_cut(self) -> Iterator[None]:
+    def outputs_stay_cut(self) -> AbstractContextManager[None]:
         """A region in which outputs are not gathered, as with `outputs="local"`."""
+        return self.outputs_as("local")
+
+    @contextmanager
+    def outputs_as(self, outputs: Outputs) -> Iterator[None]:
+        """A region with another value of the option `outputs`."""
         before = self.settings
-        self.settings = replace(before, outputs="local")
+        self.settings = replace(before, outputs=outputs)
         try:
             yield
         finally:

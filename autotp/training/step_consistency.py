@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autotp.attached import READ
 from autotp.distributed.agreement import Among, Fact, compare
 from autotp.distributed.fingerprint import checksum, may_be_one_batch, random_state, rounded
 from autotp.distributed.mesh import Mesh
@@ -74,7 +75,9 @@ def step_state(
     if batch is None:
         return StepState(False, training, 0, steps, 0, 0, 0, 0)
     leaves, spec = flatten(batch)
-    structure = zlib.crc32(repr([str(spec), *(compared_part(leaf) for leaf in leaves)]).encode())
+    # The ends of packed documents that the host has read: they say how much ranks send over cp.
+    ends = [READ.of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    structure = zlib.crc32(repr([str(spec), *(compared_part(leaf) for leaf in leaves), ends]).encode())
     checksums = zlib.crc32(repr([checksum(x) for x in leaves if isinstance(x, Tensor)]).encode()) if values else 0
     frozen_names = zlib.crc32(repr(frozen).encode())
     random = random_state(place) if values else 0

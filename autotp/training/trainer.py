@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from autotp.attached import READ
 from autotp.compiler import rank_graph, rank_program, warn_of_whole_sequences
 from autotp.distributed.agreement import Fact, agree, line_sums, tried
 from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut
@@ -39,6 +40,7 @@ from autotp.distributed.peers.heartbeat import take_note_back
 from autotp.distributed.replica_check import expect_collectives_of_replicas
 from autotp.errors import Error, calling, within
 from autotp.groups.failures import peer_error
+from autotp.model_library import library
 from autotp.ops.collectives import reduce
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.python_state.guard import Guard
@@ -266,9 +268,7 @@ class Trainer(InGraphs, HasHoldings):
         for tensor in self.skeleton.parameters() if training.compute_dtype else ():
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(training.compute_dtype)
-        args, kwargs = cast_arguments(
-            self._signature.by_name(*find_inputs(model, example_inputs)), training.compute_dtype
-        )
+        args, kwargs = self._arguments(*find_inputs(model, example_inputs), training.compute_dtype)
         tensors = batch_tensors(args, kwargs)
         rows = places_of_rows(tensors, [])
         self._longest = LongestDocuments()
@@ -409,6 +409,12 @@ class Trainer(InGraphs, HasHoldings):
             self.skeleton, args, kwargs, place.size, self._training, layouts, rows, place.cp_rank,
             device_type=device_type, padded=padded,
         )  # fmt: skip
+
+    def _arguments(self, args: Any, kwargs: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
+        """Returns the arguments of a step by name, in the dtype in which it computes."""
+        args, kwargs = self._signature.by_name(args, kwargs)
+        arguments: tuple[Any, Any] = cast_arguments((args, library().with_documents(self.skeleton, kwargs)), dtype)
+        return arguments
 
     def _first_analysis(self, args: Any, kwargs: Any, rows: frozenset[int]) -> Program:
         # A copy, as `train()` changes the modes of the skeleton.
@@ -663,7 +669,11 @@ class Trainer(InGraphs, HasHoldings):
         pipeline, tensors = self._graphs_for(training, args, kwargs)
         names = pipeline.analysis.captured.inputs
         stay = [name in pipeline.on_host for name in names]
-        inputs = dict(zip(names, to_device(tensors, self.place.device, stay), strict=True))
+        moved = to_device(tensors, self.place.device, stay)
+        for name, x, on_device in zip(names, tensors, moved, strict=True):
+            if name in pipeline.documents.tokens:
+                READ.copied(x, on_device)
+        inputs = dict(zip(names, moved, strict=True))
         totals = totals_of(pipeline.analysis, inputs, self, self.mesh.get_group("dp"))
         inputs = pipeline.documents.divided(inputs, self._training.microbatches)
         for i, work in self._works.items():
@@ -706,12 +716,13 @@ class Trainer(InGraphs, HasHoldings):
         (batch,) = attempt
         if agreed.captures:
             # A rank that has graphs takes part, too: all ranks call `agree`.
+            known = pipeline
             pipeline = agree(
                 self._ranks,
-                lambda: pipeline or self._capture(training, batch),
+                lambda: self._renewed(known) if known else self._capture(training, batch),
                 lambda made: same_new_graph(self._groups, *made.checksums),
             )
-            self._keep(pipeline)
+            self._keep(pipeline, known)
         assert pipeline is not None  # Captured above otherwise.
         totals = pipeline.analysis.totals
         if totals is not None and totals.by_rows and not agreed.lengths:
@@ -731,7 +742,7 @@ class Trainer(InGraphs, HasHoldings):
             )
         for pipeline in self._pipelines:
             self._original.expect_unchanged(pipeline.guard)
-        args, kwargs = cast_arguments(self._signature.by_name(args, kwargs), self._training.compute_dtype)
+        args, kwargs = self._arguments(args, kwargs, self._training.compute_dtype)
         expect_values(batch_tensors(args, kwargs))
         args, kwargs = self._longest.as_inputs((args, kwargs), self.place.device)
         tensors, structure = batch_tensors(args, kwargs), structure_of(args, kwargs)
@@ -775,9 +786,21 @@ class Trainer(InGraphs, HasHoldings):
             pipeline = self._pipeline(batch.key, batch.shapes, analysis, stages, checksums_of(analysis, lowered))
         return pipeline
 
-    def _keep(self, pipeline: Pipeline) -> None:
-        """Keeps new graphs for later calls. Warns of those in which no sequence is cut over cp."""
-        if any(pipeline is existing for existing in self._pipelines):
+    def _renewed(self, pipeline: Pipeline) -> Pipeline:
+        """Returns graphs that this rank has, for a step in which another replica makes some.
+
+        NOTE [Trials together]
+        A new engine of torch's first runs the stages on zeros, to learn the shapes that they send. There `fully_shard`
+        gathers parameters, with all replicas. So where one replica has a new engine, each of them makes a new one.
+        """
+        if pipeline.engine is None or not self._training.zero:
+            return pipeline
+        return replace(pipeline, engine=self._engine(pipeline.analysis, self._works))
+
+    def _keep(self, pipeline: Pipeline, known: Pipeline | None) -> None:
+        """Keeps new graphs for later calls, or in the place of `known` ones. Warns where no sequence is cut over cp."""
+        if known is not None:
+            self._pipelines = [pipeline if existing is known else existing for existing in self._pipelines]
             return
         if all(pipeline.analysis is not existing.analysis for existing in self._pipelines):
             warn_of_whole_sequences(pipeline.analysis, f"Trainer.{'step' if pipeline.training else 'evaluate'}")

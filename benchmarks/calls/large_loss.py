@@ -1,4 +1,4 @@
-"""Measures a head and its loss over a large vocabulary: the most memory, counted and measured, and the time.
+"""Measures a head and what reads its logits over a large vocabulary: the most memory, and the time.
 
     OMP_NUM_THREADS=1 python benchmarks/calls/large_loss.py              counted on meta: 151,936 words, 8,192 tokens
     OMP_NUM_THREADS=1 python benchmarks/calls/large_loss.py --measure    on this CPU, a quarter of these tokens
@@ -30,6 +30,7 @@ from autotp.passes.emit.bind import bind
 
 WORDS, TOKENS, WIDTH = 151_936, 8_192, 3_584
 WAYS: dict[str, dict[str, Any]] = {"logits": {"without": ("linear_cross_entropy",)}, "chunks": {}}
+READERS = "loss", "policy", "divergence"
 GOAL = 0.6  # GiB
 
 
@@ -63,23 +64,42 @@ class Most(TorchDispatchMode):
 
 
 class Head(nn.Module):
-    """A head and its loss, as in a causal language model of transformers."""
+    """A head and what reads its logits, as in a causal language model of transformers.
 
-    def __init__(self, words: int, width: int) -> None:
+    Args:
+        reader: "loss", cross-entropy; "policy", log-probabilities and entropy, as in GRPO; "divergence" from a frozen
+            head of the same size.
+    """
+
+    def __init__(self, words: int, width: int, reader: str = "loss") -> None:
         super().__init__()
-        self.head = nn.Linear(width, words, bias=False)
+        self.head, self.reader = nn.Linear(width, words, bias=False), reader
+        if reader == "divergence":
+            self.teacher = nn.Linear(width, words, bias=False).requires_grad_(False)
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
         logits = self.head(hidden).float()
+        match self.reader:
+            case "policy":
+                every = logits.log_softmax(-1)
+                entropy = -(every.exp() * every).sum(-1)
+                return (every.gather(-1, labels.unsqueeze(-1)).squeeze(-1) + 0.01 * entropy).mean()
+            case "divergence":
+                target = self.teacher(hidden.detach()).float().log_softmax(-1)
+                rows = F.kl_div(logits.log_softmax(-1), target, reduction="none", log_target=True).sum(-1)
+                return rows.mean()
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
 
-def first_rank(words: int, width: int, tp: int, tokens: int, dtype: torch.dtype, way: str) -> fx.GraphModule:
-    """Returns the graph of the first rank; its arguments are its part of the weight, the rows and the labels."""
+def first_rank(
+    words: int, width: int, tp: int, tokens: int, dtype: torch.dtype, way: str, reader: str = "loss"
+) -> fx.GraphModule:
+    """Returns the graph of the first rank; its arguments are its part of each weight, the rows and the labels."""
     with torch.device("meta"):
-        model, hidden = Head(words, width).to(dtype), torch.empty(2, tokens // 2, width, dtype=dtype)
+        model, hidden = Head(words, width, reader).to(dtype), torch.empty(2, tokens // 2, width, dtype=dtype)
         labels = torch.empty(2, tokens // 2, dtype=torch.int64)
-    options = Options(cut={"head": "vocab" if tp > 1 else "whole"}, **WAYS[way])
+    cut = {name: "vocab" if tp > 1 else "whole" for name, _ in model.named_children()}
+    options = Options(cut=cut, **WAYS[way])
     graph = rank_graph(analyse(model, (hidden, labels), {}, tp, options), 0, "fast")
     return fx.GraphModule(nn.Module(), bind(graph, torch.device("cpu"), {"tp": None}))
 
@@ -103,30 +123,43 @@ class Row:
     way: str
     tp: int
     bytes: int
+    reader: str = "loss"
 
     def __str__(self) -> str:
-        return f"{self.way:<8}{self.tp:>4}{self.bytes / 2**30:>10.2f} GiB"
+        return f"{self.reader:<12}{self.way:<8}{self.tp:>4}{self.bytes / 2**30:>10.2f} GiB"
 
 
-def most_bytes(way: str, tp: int, device: str, words: int = WORDS, tokens: int = TOKENS, width: int = WIDTH) -> Row:
+def most_bytes(
+    way: str, tp: int, device: str, words: int = WORDS, tokens: int = TOKENS, width: int = WIDTH, reader: str = "loss"
+) -> Row:
     """Returns the most bytes of a rank's forward and backward in bfloat16."""
     dtype = torch.bfloat16
-    run, tensors = first_rank(words, width, tp, tokens, dtype, way), operands(words, width, tp, tokens, dtype, device)
+    run = first_rank(words, width, tp, tokens, dtype, way, reader)
+    weight, rows, labels = operands(words, width, tp, tokens, dtype, device)
+    teacher = [weight.detach().clone()] if reader == "divergence" else []
     with Most() as most:
-        run(*tensors)[0].backward()
-    return Row(way, tp, most.bytes([x.grad for x in tensors[:2] if x.grad is not None]))
+        run(weight, *teacher, rows, labels)[0].backward()
+    return Row(way, tp, most.bytes([x.grad for x in (weight, rows) if x.grad is not None]), reader)
 
 
-def ratio(words: int = 32_000, tokens: int = 1_024, width: int = 512, rounds: int = 9) -> float:
-    """Returns the time of a step of head and loss on one rank, divided by plain torch's in the same round: the median.
+def ratio(words: int = 32_000, tokens: int = 1_024, width: int = 512, rounds: int = 9, reader: str = "loss") -> float:
+    """Returns the time of a step of head and reader on one rank, divided by plain torch's in the same round: the median.
 
     Seconds are those of this process on the CPU, in float32.
     """
-    run = first_rank(words, width, 1, tokens, torch.float32, "chunks")
+    run = first_rank(words, width, 1, tokens, torch.float32, "chunks", reader)
     weight, rows, labels = operands(words, width, 1, tokens, torch.float32, "cpu")
+    model = Head(words, width, reader)
+    teacher = []
+    with torch.no_grad():
+        if reader == "divergence":
+            teacher = [model.teacher.weight.copy_(weight * 1.5)]
+    model.head.weight = nn.Parameter(weight.detach())
+    weight = model.head.weight
 
     def plain() -> Tensor:
-        return F.cross_entropy(F.linear(rows, weight).view(-1, words), labels.view(-1))
+        loss: Tensor = model(rows, labels)
+        return loss
 
     def seconds(loss: Any) -> float:
         start = time.process_time()
@@ -134,7 +167,7 @@ def ratio(words: int = 32_000, tokens: int = 1_024, width: int = 512, rounds: in
         weight.grad = rows.grad = None
         return time.process_time() - start
 
-    ways = plain, lambda: run(weight, rows, labels)[0]
+    ways = plain, lambda: run(weight, *teacher, rows, labels)[0]
     torch.testing.assert_close(ways[0](), ways[1]())
     times = [[seconds(way) for way in ways] for _ in range(rounds + 1)][1:]
     return median(ours / theirs for theirs, ours in times)
@@ -147,13 +180,16 @@ def main() -> None:
     parser.add_argument("--time", action="store_true")
     given = parser.parse_args()
     if given.time:
-        print(f"one rank, 32,000 words: {ratio():.2f} of plain torch's time")
+        for reader in READERS:
+            share = ratio(reader=reader)
+            print(f"{reader}, one rank, 32,000 words: {share:.2f} of plain torch's time", flush=True)
         return
     device, tokens = ("cpu", TOKENS // 4) if given.measure else ("meta", TOKENS)
     width = 256 if given.measure else WIDTH
     for tp in (1, 2, 4, 8):
-        for way in WAYS:
-            print(most_bytes(way, tp, device, tokens=tokens, width=width), flush=True)
+        for reader in READERS:
+            for way in WAYS:
+                print(most_bytes(way, tp, device, tokens=tokens, width=width, reader=reader), flush=True)
 
 
 if __name__ == "__main__":

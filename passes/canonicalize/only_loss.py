@@ -42,8 +42,9 @@ class NotReturned:
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise NotComputed(
-            f'`{self._name}` was not computed: with outputs="loss" a call in training returns its loss only',
-            fix='parallelize(..., outputs="auto")',
+            f'`{self._name}` was not computed: with outputs="loss", as in a Trainer, a call in training returns its '
+            "loss only",
+            fix='parallelize(..., outputs="full")',
             alternative="model.eval() before a call whose tensors are read",
         )
 

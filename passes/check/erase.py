@@ -21,6 +21,7 @@ from autotp.ops import experts as routing
 from autotp.ops.attention.causal_rows import causal_rows
 from autotp.ops.attention.zigzag import zigzag_rows
 from autotp.ops.losses import cross_entropy
+from autotp.ops.losses.argmax import argmax_key, linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms
 from autotp.passes.check.types import CONJUGATES
 from autotp.passes.lower.local_sizes import PARTS
@@ -34,15 +35,18 @@ NUMBERS = int | float | torch.SymInt | torch.SymFloat | torch.SymBool
 SPLIT, SLICE = aten.split_with_sizes.default, aten.slice.Tensor
 SDPA = aten.scaled_dot_product_attention.default
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_MIX = "own_part", "other_part", "other_weight", "other_x", "other_scale", "other_cap", "other_bias"
 FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
     lookup.embedding: (aten.embedding.default, ("weight", "indices", "start", "size", "padding_idx"), ""),
     lookup.gather: (aten.gather.default, ("self", "dim", "index", "start", "size"), ""),
     cross_entropy.class_terms: (cross_entropy.class_terms, ("x", "top", "classes", "dim", "start", "size"), ""),
     linear_class_terms: (
         linear_class_terms,
-        ("weight", "x", "classes", "start", "size", "scale", "cap", "bias"),
+        ("weight", "x", "classes", "start", "size", "scale", "cap", "bias", *_MIX),
         "",
     ),
+    argmax_key: (argmax_key, ("x", "dim", "start"), ""),
+    linear_argmax_key: (linear_argmax_key, ("weight", "x", "start", "scale", "cap", "bias"), ""),
     causal_rows: (SDPA, ("query", "key", "value", "start", "scale", "enable_gqa"), ""),
     zigzag_rows: (zigzag_rows, ("query", "key", "value", "parts", "rank", "scale", "enable_gqa"), ""),
     dropout.exact_dropout: (aten.dropout.default, ("input", "p"), "exact"),

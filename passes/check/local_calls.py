@@ -119,7 +119,7 @@ def _form(
         arguments |= {"start": start, "stop": Size((start or 0) + length.number), "size": find(axis).size.number}
     if (name := f"start_{cut.factor.ins.get(0)}") in names:  # A form that may be cut along several dimensions.
         arguments[name] = arguments["start"]
-    values = [arguments[name] for name in names]
+    values = [arguments[name] for name in names if name in arguments]  # A call may leave out the last ones.
     if only:
         drawn = _drawn(of, ins)
         values += [to.rank] if only == "fast" else [[find(axis).size for axis in drawn], (_mask(to, drawn, leaf),)]

@@ -26,6 +26,10 @@ from autotp.sharding.axis import Axis, find
 from autotp.source_location import line_of
 
 MOVES = (zigzag, in_order)
+IN_ORDER: dict[Any, tuple[Any, dict[str, Any]]] = {
+    zigzag_rows: (SDPA, {"attn_mask": None, "dropout_p": 0.0, "is_causal": True})
+}
+"""Attention of queries in the order of `zigzag` -> the operator of the model, and its arguments that say the same."""
 Order = Axis | None
 """The sequence in whose order of `zigzag` a value is; None: the model's order."""
 
@@ -77,9 +81,9 @@ def _expect_same_operators(before: fx.Graph, graph: fx.Graph) -> None:
 def _call(node: fx.Node, old_nodes: Mapping[fx.Node, fx.Node]) -> Any:
     """Returns a node's operator and arguments, with the nodes of the old graph in place of those of the new one."""
     target, arguments = node.target, arguments_of(node) if node.op == "call_function" else {"args": node.args}
-    if target is zigzag_rows:
+    if target in IN_ORDER:
         del arguments["parts"], arguments["rank"]
-        target, arguments = SDPA, arguments | {"attn_mask": None, "dropout_p": 0.0, "is_causal": True}
+        target, arguments = IN_ORDER[target][0], arguments | IN_ORDER[target][1]
     return node.op, target, fx.map_arg(arguments, lambda n: old_nodes.get(n, n))
 
 
@@ -109,9 +113,9 @@ def _orders(
         if node.target is not torch.ops.aten.sym_size.int:  # A size is the same in each order.
             _expect(node, node.all_input_nodes, [], orders)
         return (None,) * len(axes.dims.get(node, ((),)))
-    if node.target is zigzag_rows and arguments_of(node)["parts"] != parts:
+    if node.target in IN_ORDER and arguments_of(node)["parts"] != parts:
         _not_the_model(node, f"is for {arguments_of(node)['parts']} ranks, and there are {parts}")
-    if not factor.ins or (factor.mark and node.target is not zigzag_rows and not draws(node)):
+    if not factor.ins or (factor.mark and node.target not in IN_ORDER and not draws(node)):
         _not_the_model(node, "depends on the order of rows, and reads them in another one")
     operands = [operand for operand in operand_nodes(node) if operand is not None]
     _expect(node, operands, [leaf if i in factor.ins else None for i in range(len(operands))], orders)

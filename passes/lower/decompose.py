@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.ops.losses.argmax import argmax_key
 from autotp.ops.losses.cross_entropy import peak
 from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
+from autotp.passes.lower.losses.row_terms import place
 from autotp.passes.lower.losses.vocab_parallel_loss import MEAN, SUM, count, cross_entropy, nll
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, Factor, visit
@@ -58,6 +60,8 @@ def expansion_of(node: fx.Node, factor: Factor) -> Expansion | None:
     if factor.mark != "!":
         return None
     # The rule of class losses names the classes `c`; all other factors are of rows.
+    if node.target is aten.argmax.default and not _has_keys(arguments_of(node)):
+        return None
     of_rows = arguments_of(node).get("reduction") == MEAN and factor.name != "c"
     return partial(_mean_loss, node.target) if of_rows else EXPANSIONS.get(node.target)
 
@@ -93,25 +97,47 @@ def _widened(builder: Builder, value: Any, dtype: torch.dtype) -> Any:
     return builder.cast(value, dtype) if floating else value
 
 
-def _centred(builder: Builder, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node]:
-    """Returns `x` minus its maximum along `dim`, in at least float32, and the log of the sum of its exponentials."""
+def _centred(builder: Builder, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Returns `x - max` along `dim`, in at least float32, the logarithm of the sum of its exponentials, and `max`."""
     if x.meta["val"].dtype in (torch.float16, torch.bfloat16):
         x = builder.call(aten.to.dtype, x, torch.float32)
     # The maximum keeps `exp` from overflowing. It cancels out, and so it needs no gradient.
-    z = builder.call(aten.sub.Tensor, x, builder.call(peak, x, dim))
+    top = builder.call(peak, x, dim)
+    z = builder.call(aten.sub.Tensor, x, top)
     total = builder.call(aten.sum.dim_IntList, builder.call(aten.exp.default, z), [dim], True)
-    return z, builder.call(aten.log.default, total)
+    return z, builder.call(aten.log.default, total), top
 
 
 def _log_softmax(builder: Builder, args: dict[str, Any]) -> fx.Node:
-    z, lse = _centred(builder, _as(builder, args), args["dim"])
+    z, lse, _ = _centred(builder, _as(builder, args), args["dim"])
     return builder.cast(builder.call(aten.sub.Tensor, z, lse), args["dtype"] or args["self"].meta["val"].dtype)
 
 
 def _softmax(builder: Builder, args: dict[str, Any]) -> fx.Node:
-    z, lse = _centred(builder, _as(builder, args), args["dim"])
+    z, lse, _ = _centred(builder, _as(builder, args), args["dim"])
     probabilities = builder.call(aten.exp.default, builder.call(aten.sub.Tensor, z, lse))
     return builder.cast(probabilities, args["dtype"] or args["self"].meta["val"].dtype)
+
+
+def _logsumexp(builder: Builder, args: dict[str, Any]) -> fx.Node:
+    x, call = args["self"], builder.call
+    for dim in args["dim"]:
+        _, lse, top = _centred(builder, x, dim)
+        x = builder.cast(call(aten.add.Tensor, lse, top), x.meta["val"].dtype)
+    if not args["keepdim"]:
+        x = call(aten.squeeze.dims, x, list(args["dim"]))
+    return x
+
+
+def _has_keys(args: dict[str, Any]) -> bool:
+    dtype: torch.dtype = args["self"].meta["val"].dtype
+    return args["dim"] is not None and dtype.is_floating_point and dtype.itemsize <= 4
+
+
+def _argmax(builder: Builder, args: dict[str, Any]) -> fx.Node:
+    dim = args["dim"] % args["self"].meta["val"].dim()
+    result = place(builder, builder.call(argmax_key, args["self"], dim, 0))
+    return builder.call(aten.unsqueeze.default, result, dim) if args["keepdim"] else result
 
 
 def _as(builder: Builder, args: dict[str, Any]) -> fx.Node:
@@ -138,6 +164,8 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.nll_loss_nd.default: nll,
     aten.log_softmax.int: _log_softmax,
     aten.softmax.int: _softmax,
+    aten.logsumexp.default: _logsumexp,
+    aten.argmax.default: _argmax,
     aten.mean.dim: _mean,
     aten.mean.default: _mean,
 }

@@ -19,6 +19,7 @@ from autotp.ops import experts as routing
 from autotp.ops.attention.causal_rows import causal_rows
 from autotp.ops.attention.zigzag import zigzag_rows
 from autotp.ops.losses import cross_entropy
+from autotp.ops.losses.argmax import argmax_key, linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms
 from autotp.passes.lower.local_sizes import Local
 from autotp.passes.plan.infer_axes import Axes, Factor
@@ -131,10 +132,16 @@ def _class_terms(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     return cross_entropy.class_terms, (x, top, classes, dim, start, size)
 
 
-def _linear_class_terms(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+def _argmax_key(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    x, dim, _ = local.builder.map(node.args)
+    return argmax_key, (x, dim, start_of_part(local, node, axes.of(arguments_of(node)["x"])[dim], leaf))
+
+
+def _of_own_classes(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    """A head with its loss, or with another reader of its logits: the weight has the classes first."""
     args = local.builder.map(arguments_of(node))
     start = start_of_part(local, node, axes.of(arguments_of(node)["weight"])[0], leaf)
-    return linear_class_terms, tuple((args | {"start": start}).values())
+    return node.target, tuple((args | {"start": start}).values())
 
 
 def _routed(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
@@ -185,9 +192,10 @@ def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     return dropout.exact_attention, (*shared, sizes, (_cut(local, _weights(node, axes), leaf),))
 
 
-def _zigzag_rows(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+def zigzag_of_rank(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    """Attention of queries in the order of `zigzag`: those of this rank."""
     args = local.builder.map(arguments_of(node)) | {"rank": local.to.rank}
-    return zigzag_rows, tuple(args.values())
+    return node.target, tuple(args.values())
 
 
 def _fast_again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
@@ -228,10 +236,12 @@ FORMS: dict[Any, Form] = {
     aten.embedding.default: _embedding,
     aten.gather.default: _gather,
     cross_entropy.class_terms: _class_terms,
-    linear_class_terms: _linear_class_terms,
+    linear_class_terms: _of_own_classes,
+    argmax_key: _argmax_key,
+    linear_argmax_key: _of_own_classes,
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
-    zigzag_rows: _zigzag_rows,
+    zigzag_rows: zigzag_of_rank,
     dropout.fast_dropout: _fast_again,
     dropout.fast_attention: _fast_again,
     dropout.exact_dropout: _exact_again,

@@ -77,13 +77,14 @@ def test_save_on_a_full_disk_keeps_the_older_checkpoint(tmp_path: Path) -> None:
             first, *facts = text.splitlines()
             assert first.startswith(f"save_checkpoint: {tmp_path}/.step-00000002.")
             assert first.endswith(".new cannot be written: [Errno 27] File too large")
-            assert facts == ([] if rank == full else [f"  on       global rank {full}"])
+            remedy = "  try      a folder that this process may write, on a disk with free space"
+            assert facts == [remedy, *([] if rank == full else [f"  on       global rank {full}"])]
         first, *facts = found[2].splitlines()
         assert first == (
             f"save_checkpoint: {tmp_path}/file/below cannot be written: "
             f"[Errno 20] Not a directory: '{tmp_path}/file/below'"
         )
-        assert facts == ([] if rank == 0 else ["  on       global rank 0"])
+        assert facts == [remedy, *([] if rank == 0 else ["  on       global rank 0"])]
 
 
 class NoMemory:
@@ -335,7 +336,8 @@ def test_objects_saved_by_name_are_compared_between_ranks(tmp_path: Path) -> Non
     for rank, found in enumerate(run_ranks(others, 2, str(tmp_path), timeout=100)):
         where = [] if rank else ["  on       global rank 1"]
         text = "load_checkpoint: `two` cannot be loaded into a Schedule: KeyError: 'gamma'"
-        assert found[0].splitlines() == [text, *where]
+        remedy = "  try      an object like the one that was saved as `two`"
+        assert found[0].splitlines() == [text, remedy, *where]
         first = [text.splitlines()[0].removeprefix("save_checkpoint: ") for text in found[1:]]
         assert first == [
             "global rank 1 saves another state by name than rank 0",

@@ -194,7 +194,7 @@ def called(node: fx.Node, device: str, dtype: torch.dtype) -> set[str]:
             stack.enter_context(StandIn(noted.called))
             for kernel, name in (("flash", "flash"), ("efficient", "mem_efficient")):
                 stack.enter_context(patch.object(torch._C, f"_can_use_{name}_attention", partial(can_use, kernel)))
-            stack.enter_context(patch.object(dropout, "has_own_stream", lambda x: True))
+            stack.enter_context(patch.object(dropout, "runs_at_once", lambda x: True))
             stack.enter_context(patch.object(dropout, "own_stream", lambda *_: nullcontext()))
         target(*args, **kwargs)
     return noted.called

@@ -11,7 +11,8 @@ from ranks import Checks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from autotp.ops.dropout import exact_dropout, fast_attention, fast_dropout, has_own_stream, keep, own_stream
+from autotp.ops.dropout import exact_dropout, fast_attention, fast_dropout, keep, own_stream
+from autotp.ops.eager_mode import runs_at_once
 
 checks = Checks(cards=True)
 
@@ -151,7 +152,7 @@ def test_recomputed_dropout_draws_the_same_masks() -> None:
 @checks.on(2)
 def fast_dropout_on_cards_draws_from_its_own_stream(rank: int, n: int) -> None:
     """In a stream of its own, by one operator; while a CUDA graph is recorded, without anything of the host."""
-    assert has_own_stream(torch.ones(1, device="cuda"))
+    assert runs_at_once(torch.ones(1, device="cuda"))
     x = torch.ones(2000, device="cuda")
     recorded = patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
     with host_waits() as waits:

@@ -11,6 +11,10 @@ TESTS = ROOT / "tests"
 
 THROUGH_A_PUBLIC_CALL = {
     "training/step_facts": "cards/test_steps_on_cards",
+    "training/low_memory/blocks": "training/low_memory/test_packing",
+    "training/low_memory/optimizer": "training/low_memory/test_low_memory",
+    "training/low_memory/parts": "training/low_memory/test_low_memory",
+    "training/low_memory/stored_state": "training/low_memory/test_offloaded",
     "api": "system/test_refusals",
     "tools/conversion/content": "tools/cli/test_convert",
     "tools/conversion/formats": "tools/cli/test_convert",

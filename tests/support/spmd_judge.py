@@ -351,11 +351,16 @@ def _class_terms(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, 
 
 def _linear_class_terms(
     self: _Judge, weight: Tensor, x: Tensor, classes: Tensor, start: int, size: int, scale: float, cap: float,
-    bias: Tensor | None,
+    bias: Tensor | None, own_part: float = 0.0, other_part: float = 0.0, other_weight: Any = None, other_x: Any = None,
+    other_scale: float = 1.0, other_cap: float = 0.0, other_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns terms of the classes of a rank: V. Scale and cap change no type."""
     z = _linear(self, x, weight, bias)
-    return torch.stack([z.logsumexp(-1), lookup.gather(z, -1, classes[..., None], start, size)[..., 0]])
+    terms = [z.logsumexp(-1), lookup.gather(z, -1, classes[..., None], start, size)[..., 0]]
+    if own_part or other_part:
+        others = [] if other_weight is None else [_linear(self, other_x, other_weight, other_bias)]
+        terms += [sum(others, z).logsumexp(-1)] * 2 + [y.logsumexp(-1) for y in others]
+    return torch.stack(terms)
 
 
 TERMS = {

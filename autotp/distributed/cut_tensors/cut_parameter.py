@@ -487,9 +487,13 @@ def _plain(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return None
 
 
+class StepsElements:
+    """A base of optimizers that see to it that their steps work element by element."""
+
+
 def is_elementwise(optimizer: Optimizer) -> bool:
     """True for an optimizer whose step is one of torch's that works element by element, also of a derived class."""
-    return type(optimizer).step.__module__ in ELEMENTWISE_STEPS
+    return isinstance(optimizer, StepsElements) or type(optimizer).step.__module__ in ELEMENTWISE_STEPS
 
 
 def steps_elements(optimizer: Optimizer) -> bool:
@@ -498,7 +502,8 @@ def steps_elements(optimizer: Optimizer) -> bool:
     Its own step may call torch's, which makes plain states with the shapes of parts.
     """
     bases = type(optimizer).__mro__
-    return any(base.__module__ in ELEMENTWISE_STEPS for base in bases) or TRIED in attached(optimizer, Marks)
+    torchs = any(base.__module__ in ELEMENTWISE_STEPS for base in bases)
+    return torchs or isinstance(optimizer, StepsElements) or TRIED in attached(optimizer, Marks)
 
 
 TRIED = "tried element by element"

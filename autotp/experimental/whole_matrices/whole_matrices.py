@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from autotp.distributed.agreement import tried
 from autotp.distributed.cut_tensors.cut_parameter import CutTensor
@@ -21,7 +20,12 @@ from autotp.errors import Error, within
 from autotp.experimental.whole_matrices.matrices import Matrices
 from autotp.runtime.holdings import holdings_of
 from autotp.runtime.torch_hooks.optimizer_state import OF_RANK, OwnedStates
-from autotp.runtime.torch_hooks.optimizer_trial import steps_alone, unhooked_step
+from autotp.runtime.torch_hooks.optimizer_trial import (
+    expect_nothing_kept,
+    plain_stepper,
+    steps_alone,
+    unhooked_step,
+)
 
 Kind = TypeVar("Kind", bound=Optimizer)
 ALTERNATIVE = "autotp.distribute with tp=1, pp=1 and zero=0, where each rank steps all parameters, whole"
@@ -82,14 +86,8 @@ class WholeMatrices(OwnedStates, Optimizer):
         self.state.clear()  # What a constructor makes has the shapes of the parts.
         self._step_supports_amp_scaling = False  # The scaler then divides the parts' gradients itself.
         self.register_state_dict_post_hook(_note_rank)
-        stepper: Any = object.__new__(self.kind)
-        # As when torch unpickles an optimizer: it gets hooks of its own.
-        Optimizer.__setstate__(
-            stepper, {"defaults": dict(self.defaults), "param_groups": self.param_groups, "state": {}}
-        )
-        shared = {key: value for key, value in vars(self).items() if key not in vars(stepper)}
-        vars(stepper).update(shared)
-        within(f"whole_matrices({self.kind.__name__})", lambda: _expect_alone(stepper, shared))
+        stepper = plain_stepper(self, self.kind)
+        within(f"whole_matrices({self.kind.__name__})", lambda: _expect_alone(stepper))
         self._stepper = stepper
         self._models: WeakKeyDictionary[nn.Module, Matrices] = WeakKeyDictionary()
         self._identities: list[Any] = []
@@ -230,12 +228,8 @@ def _note_rank(optimizer: Optimizer, state: dict[str, Any]) -> None:
             state[OF_RANK] = [rank, matrices.mesh.size]
 
 
-def _expect_alone(stepper: Optimizer, attributes: Mapping[str, Any]) -> None:
-    """Raises Error unless an optimizer steps each parameter of its groups by itself.
-
-    Args:
-        attributes: what it has beside its groups and states.
-    """
+def _expect_alone(stepper: Optimizer) -> None:
+    """Raises Error unless an optimizer steps each parameter of its groups by itself."""
     name = type(stepper).__name__
     try:
         alone = steps_alone(stepper)
@@ -250,13 +244,7 @@ def _expect_alone(stepper: Optimizer, attributes: Mapping[str, Any]) -> None:
             "autotp.clip_grad_norm_",
             alternative=ALTERNATIVE,
         )
-    for key, value in attributes.items():
-        if any(isinstance(x, nn.Parameter | Optimizer) for x in pytree.tree_leaves(value)):
-            raise Error(
-                f"{name} keeps parameters in `{key}`, and would step this rank's parts of them",
-                fix="an optimizer that reads its param_groups in each step",
-                alternative=ALTERNATIVE,
-            )
+    expect_nothing_kept(stepper, ALTERNATIVE)
 
 
 def _expect_gradient(name: str, parameter: Tensor) -> None:

@@ -3,8 +3,11 @@
     position_ids = torch.arange(seq) + past                      no packed texts: nothing is read
     position_ids = batch["position_ids"]                         their values tell, which transformers reads
 
+    input_ids, position_ids: [1 tokens]          cu_seq_lens_q=[0, 6, 9], ..., which `distribute` gives beside them
+
 Before a flash kernel transformers asks the values of `position_ids` whether several texts lie in a row. The answer for
 counted ones is known without values, so a capture has no read of them: parts of a batch could not share one.
+A step of `distribute` reads before forward where positions start again, and gives the model the ends of documents.
 """
 
 from __future__ import annotations
@@ -21,9 +24,28 @@ from torch.overrides import TorchFunctionMode
 
 from autotp.integrations.attention_kernels.padded_rows import UTILITIES
 
-QUESTION = "_is_packed_sequence"
+QUESTION, MASK = "_is_packed_sequence", "attention_mask"
 SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 ROWS = {torch.unsqueeze, Tensor.unsqueeze}
+
+
+def with_ends_of_positions(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a step with the ends of documents that its positions say, for one row of a flash kernel.
+
+    They are those of `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`; of one document, too, so that each
+    step has the same arguments. The host waits once for positions on a GPU. Of several rows transformers looks at none.
+    """
+    utilities: Any = sys.modules.get(UTILITIES)
+    positions = kwargs.get("position_ids")
+    is_flash = "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+    told = [f"{name}_{of}" for name in ("cu_seq_lens", "max_length") for of in "qk"]
+    others = any(kwargs.get(name) is not None for name in (*told, MASK))
+    if utilities is None or not is_flash or others or not isinstance(positions, Tensor) or positions.is_meta:
+        return kwargs
+    if positions.dim() != 2 or len(positions) != 1:
+        return kwargs
+    ends, longest = utilities.prepare_fa_kwargs_from_position_ids(positions.cpu())
+    return {**kwargs, **dict(zip(told, (*ends, *map(int, longest)), strict=True))}
 
 
 @contextmanager

@@ -28,8 +28,9 @@ from autotp.integrations.attention_kernels.packed_rows import read_by_part
 from autotp.integrations.attention_kernels.padded_rows import attention_of_rows
 from autotp.integrations.attention_kernels.reference import REFERENCE, attention_in_one_row
 from autotp.ops.attention.documents import expect_no_longer
-from autotp.ops.dropout import has_own_stream, own_stream
-from autotp.ops.eager_mode import is_computed
+from autotp.ops.attention.zigzag import in_order, pieces, zigzag
+from autotp.ops.dropout import own_stream
+from autotp.ops.eager_mode import is_computed, runs_at_once
 from autotp.rules.call import bound_arguments
 from autotp.rules.registry import loaded_operator
 from autotp.source_location import user_line
@@ -45,6 +46,8 @@ torch.library.define(
     "autotp::attention_kernel", f"({_ARGUMENTS}, SymInt? start=None, bool near=False) -> {_OUTPUTS}", tags=_TAGS
 )
 torch.library.define("autotp::dropped_attention_kernel", f"({_ARGUMENTS}, int rank) -> {_OUTPUTS}", tags=_TAGS)
+torch.library.define("autotp::zigzag_attention_kernel", f"({_ARGUMENTS}, int parts, int? rank) -> {_OUTPUTS}")
+ZIGZAG = torch.ops.autotp.zigzag_attention_kernel.default
 KERNEL, DROPPED = torch.ops.autotp.attention_kernel.default, torch.ops.autotp.dropped_attention_kernel.default
 NAMES: Mapping[str, tuple[str, ...]] = {
     "query": ("q", "query"), "key": ("k", "key"), "value": ("v", "value"),
@@ -58,6 +61,8 @@ SCORES = {*SCALE, *CAUSAL, "window_size", "softcap", "dropout_p"}
 SPEED = {"deterministic", "num_splits", "pack_gqa", "sm_margin", "enable_gqa"}
 """Arguments with a rule, and those that change no more than the order of sums: both are plain values."""
 PLAIN = bool | int | float | str | None
+CHUNK = "attention_chunk"
+"""How flash-attn 3 calls the length of chunks: a query reads the keys of its own chunk of a document."""
 TOTALS, RECORDS = ("return_softmax", "return_lse"), "is_grad_enabled"
 """How they call the wish for the log-sum-exp, and for gradients."""
 DTYPES, WIDEST = (torch.float16, torch.bfloat16), 256
@@ -81,7 +86,7 @@ def _attention_kernel(
         longest_query, longest_key: of packed rows, a length that no document exceeds.
         before, after: how many keys before and after its own position a query reads; -1 for all.
         function: the kernel, as `function_named` reads it.
-        settings: all its arguments that are plain values, as the text of a dict.
+        settings: all its arguments that are plain values, as the text of a dict: `chunk_of` reads one more there.
         start: where this rank's part of the queries begins; None if it has all queries.
         near: whether keys and values are those up to the last of these queries, without some of the first ones.
 
@@ -93,16 +98,16 @@ def _attention_kernel(
     expect_no_longer(key_ends, longest_key)
     if start is not None:
         key, value, query_ends, key_ends = read_by_part(query, key, value, query_ends, key_ends, after, start, near)
-    traced = isinstance(query, FakeTensor) or query.is_meta
+    traced, window = isinstance(query, FakeTensor) or query.is_meta, (before, after, chunk_of(settings))
     if query_ends is not None and key_ends is not None and query_ends.dim() == 2:
         if traced:
-            return REFERENCE(query, key, value, None, None, slopes, sinks, scale, (before, after), softcap)
+            return REFERENCE(query, key, value, None, None, slopes, sinks, scale, window, softcap)
         rest = scale, before, after, softcap, dropout_p, function, settings
         attend = lambda *packed: KERNEL(*packed[:5], slopes, sinks, *packed[5:], *rest)  # noqa: E731
         return attention_of_rows(attend, query, key, value, query_ends, key_ends)
     nothing = is_computed(query) and not (query.numel() and key.numel())
     if query.is_cpu or traced or nothing:
-        scores = ScoreSettings(scale, (before, after), softcap, slopes, sinks, dropout_p)
+        scores = ScoreSettings(scale, window, softcap, slopes, sinks, dropout_p)
         if dropout_p and not traced:  # Autograd keeps the mask.
             return attention_in_one_row(packed_attention, query, key, value, query_ends, key_ends, scores)
         result: tuple[Tensor, Tensor] = REFERENCE(query, key, value, query_ends, key_ends, slopes, sinks, *scores[:3])
@@ -115,9 +120,37 @@ def _attention_kernel(
 def _dropped(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Returns the same with a separate dropout mask on each rank, whose number is the last argument."""
     query, rank = arguments[0], arguments[-1]
-    with own_stream(query.device, rank) if has_own_stream(query) else nullcontext():
+    with own_stream(query.device, rank) if runs_at_once(query) else nullcontext():
         result: tuple[Tensor, Tensor] = KERNEL(*arguments[:-1])
         return result
+
+
+@torch.library.impl("autotp::zigzag_attention_kernel", "CompositeImplicitAutograd")
+def _zigzag(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Returns causal attention of the rows of a batch, whose queries are in the order of `zigzag`.
+
+    A rank calls the kernel for each of its two pieces, with the keys up to the piece's last query.
+
+    Args:
+        arguments: those of `attention_kernel`; the number of parts; and whose queries they are, None for all.
+    """
+    (query, key, value, *rest), parts, rank = arguments[:-2], *arguments[-2:]
+    if isinstance(query, FakeTensor):
+        return KERNEL(query, key, value, *rest)
+    if rank is None:
+        ordered = KERNEL(in_order(query, 1, parts), key, value, *rest)
+        return zigzag(ordered[0], 1, parts), zigzag(ordered[1], 2, parts)
+    bounds = pieces(key.shape[1], parts, rank)
+    rows = query.split([stop - start for start, stop in bounds], 1)
+    results = [
+        KERNEL(piece, key.narrow(1, 0, stop), value.narrow(1, 0, stop), *rest)
+        for piece, (start, stop) in zip(rows, bounds, strict=True)
+        if stop > start or not query.numel()
+    ]
+    if len(results) == 1:
+        return results[0]
+    outputs, totals = zip(*results, strict=True)
+    return torch.cat(outputs, 1), torch.cat(totals, 2)
 
 
 def recorded_call(name: str, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -132,7 +165,7 @@ def recorded_call(name: str, arguments: Mapping[str, Any]) -> tuple[Tensor, Tens
     """
     defaults, tensors = parameters_of(function_named(name)), {x for names in NAMES.values() for x in names}
     settings = {argument: value for argument, value in arguments.items() if argument not in tensors}
-    expect_known(_shown(name), settings, defaults)
+    expect_known(_shown(name), {argument: x for argument, x in settings.items() if argument != CHUNK}, defaults)
     before, after = (-1 if n is None else n for n in settings.get("window_size") or (-1, -1))
     result: tuple[Tensor, Tensor] = KERNEL(
         *(_first(names, arguments) for names in NAMES.values()), _first(SCALE, settings), before,
@@ -140,6 +173,12 @@ def recorded_call(name: str, arguments: Mapping[str, Any]) -> tuple[Tensor, Tens
         name, repr(settings),
     )  # fmt: skip
     return result
+
+
+@cache
+def chunk_of(settings: str) -> int:
+    """Returns the length of chunks among the settings of a kernel; 0 for none."""
+    return ast.literal_eval(settings).get(CHUNK) or 0
 
 
 def expect_known(function: str, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

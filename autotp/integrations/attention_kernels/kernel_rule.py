@@ -9,15 +9,16 @@ A part of the queries reads all keys, or those up to its own position. With drop
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from autotp.errors import Error
-from autotp.integrations.attention_kernels.kernel_operator import DROPPED, KERNEL
+from autotp.integrations.attention_kernels.kernel_operator import DROPPED, KERNEL, ZIGZAG, chunk_of
 from autotp.integrations.attention_kernels.packed_rows import may_be_same_documents
 from autotp.ops.placement_moves import nearby
-from autotp.passes.check import erase
+from autotp.passes.check import erase, sequence_order
 from autotp.passes.lower import localize
 from autotp.passes.lower.local_sizes import Local
 from autotp.passes.plan.infer_axes import Axes
@@ -51,7 +52,7 @@ def kernel_rule(call: Call) -> Rule:
 
 def _mark_of_queries(call: Call) -> str:
     """Returns the mark of the factor of the queries; "^" where a part of them would need other keys."""
-    reads_all_keys = (call["before"], call["after"]) == (-1, -1)
+    reads_all_keys = (call["before"], call["after"]) == (-1, -1) and not chunk_of(call["settings"])
     if reads_all_keys and call["query_ends"] is None:
         return "" if call["slopes"] is None else "^"
     same_tokens = may_be_same_documents(*(call[name] for name in ("query", "key", "query_ends", "key_ends")))
@@ -59,13 +60,25 @@ def _mark_of_queries(call: Call) -> str:
 
 
 def kernel_reach(call: Call) -> Reach | None:
-    """Returns which keys a query reads: those of a window, or those of its document, up to its own."""
-    ends, packed = call["query_ends"], call["query"].dim() == 3
+    """Returns which keys a query reads: those of a window, of its chunk, or of its document, up to its own.
+
+    Kernels count chunks from the first key that they get, so this is always the first one of a chunk, or of a document.
+    """
+    ends, packed, chunk = call["query_ends"], call["query"].dim() == 3, chunk_of(call["settings"])
     if call["after"] != 0 or call["dropout_p"] or (ends is not None and not packed):
         return None
     if packed and call["longest_query"] is not None:
-        return Reach(call["before"], "longest_query", "query_ends")
-    return Reach(call["before"]) if call["before"] >= 0 else None
+        return Reach(-1 if chunk else call["before"], "longest_query", "query_ends")
+    if chunk and not packed:
+        return Reach(chunk - 1, chunk=chunk)
+    return Reach(call["before"]) if call["before"] >= 0 and not chunk else None
+
+
+def kernel_zigzag(call: Call) -> Any:
+    """Returns the operator for queries in the order of `zigzag`; None for windows, packed rows, padding and dropout."""
+    causal = (call["before"], call["after"]) == (-1, 0) and call["query"].dim() == 4
+    causal = causal and not chunk_of(call["settings"])
+    return ZIGZAG if causal and call["query_ends"] is None and not call["dropout_p"] else None
 
 
 def _form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
@@ -98,8 +111,11 @@ def _again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
 def add_kernel() -> None:
     """Adds the operator, and its forms on a rank, to the tables of the passes."""
     row = Row(kernel_rule, Trait.ATTENTION | Trait.DOCUMENTS, reach=kernel_reach)
-    add_rows({KERNEL: row, DROPPED: row})
+    add_rows({KERNEL: replace(row, zigzag=kernel_zigzag), DROPPED: row, ZIGZAG: Row(kernel_rule, Trait.ATTENTION)})
     names = [argument.name for argument in KERNEL._schema.arguments]
     localize.FORMS[KERNEL], localize.FORMS[DROPPED] = _form, _again
+    localize.FORMS[ZIGZAG] = localize.zigzag_of_rank
     erase.FORMS[KERNEL] = KERNEL, tuple(names), ""
     erase.FORMS[DROPPED] = KERNEL, tuple(names[:-2]), "fast"
+    erase.FORMS[ZIGZAG] = ZIGZAG, (*names[:-2], "parts", "rank"), ""
+    sequence_order.IN_ORDER[ZIGZAG] = KERNEL, {"start": None, "near": False}

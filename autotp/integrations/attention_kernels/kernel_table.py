@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from autotp.integrations.attention_kernels import kernel_rule
-from autotp.integrations.attention_kernels.counted_positions import counted_positions
+from autotp.integrations.attention_kernels.counted_positions import counted_positions, with_ends_of_positions
 from autotp.integrations.attention_kernels.flash_functions import flash_formula
 from autotp.integrations.attention_kernels.flex.flex_attention import add_operator
 from autotp.integrations.attention_kernels.flex.mask_arguments import register_block_mask
@@ -35,6 +35,10 @@ class AttentionKernels(ModelLibrary):
         register_block_mask()
         register_masks()
         super().add_operators()
+
+    def with_documents(self, model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments with the ends of documents that positions say, for a flash kernel of transformers."""
+        return super().with_documents(model, with_ends_of_positions(model, kwargs))
 
     @contextmanager
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:

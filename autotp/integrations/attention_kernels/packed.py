@@ -25,7 +25,8 @@ class ScoreSettings(NamedTuple):
 
     Attributes:
         scale: of the products of queries and keys; None for 1/sqrt(width).
-        window: how many keys before and after its own position a query reads; -1 for all.
+        window: how many keys before and after its own position a query reads, -1 for all. Perhaps a third number:
+            the length of the chunks of a document, of which a query reads its own; 0 for none.
         softcap: scores become `softcap * tanh(scores / softcap)`; 0 for none.
         slopes: ALiBi's slopes, [heads] or [documents heads]: scores sink by `slope * distance`.
         sinks: [heads], a score beside those of the keys, which takes a share of the weights and adds nothing.
@@ -33,7 +34,7 @@ class ScoreSettings(NamedTuple):
     """
 
     scale: float | None = None
-    window: tuple[int, int] = (-1, -1)
+    window: tuple[int, ...] = (-1, -1)
     softcap: float = 0.0
     slopes: Tensor | None = None
     sinks: Tensor | None = None
@@ -155,10 +156,12 @@ def _logits(query: Tensor, key: Tensor, scores: ScoreSettings, document: int) ->
     if scores.slopes is not None:
         slopes = scores.slopes[document] if scores.slopes.dim() == 2 else scores.slopes
         logits = logits - slopes.to(logits.dtype)[:, None, None] * distance.abs()
-    before, after = scores.window
+    before, after, chunk = (*scores.window, 0)[:3]
     unread = torch.zeros_like(distance, dtype=torch.bool)
     unread = unread if before < 0 else unread | (distance < -before)
     unread = unread if after < 0 else unread | (distance > after)
+    if chunk:
+        unread = unread | ((distance + places) // chunk != places // chunk)
     return logits.masked_fill(unread, -math.inf), slope
 
 

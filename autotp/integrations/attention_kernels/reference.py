@@ -20,7 +20,7 @@ def _reference(
     slopes: Tensor | None, sinks: Tensor | None, scale: float | None, window: list[int], softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns attention and its log-sum-exp; arguments as those of `attention_kernel` and `ScoreSettings`."""
-    scores = ScoreSettings(scale, (window[0], window[1]), softcap, slopes, sinks)
+    scores = ScoreSettings(scale, tuple(window), softcap, slopes, sinks)
     return attention_in_one_row(packed_attention, query, key, value, query_ends, key_ends, scores)
 
 
@@ -41,7 +41,7 @@ def _reference_backward(
     scale: float | None, window: list[int], softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of query, key, value and sinks; an empty one without sinks."""
-    scores = ScoreSettings(scale, (window[0], window[1]), softcap, slopes, sinks)
+    scores = ScoreSettings(scale, tuple(window), softcap, slopes, sinks)
     ends = _ends(query, key, query_ends, key_ends)
     if query_ends is not None:
         return packed_attention_backward(gradient, query, key, value, output, totals, *ends, scores)

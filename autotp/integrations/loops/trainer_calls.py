@@ -6,6 +6,8 @@ state, is gathered from all ranks of a replica before: so a checkpoint is one de
 from it. (To read one needs nothing of ours: `load_state_dict` of a parallel model and of its optimizer take the whole.)
 What the first rank does alone with a hub fails on all ranks, if it fails.
 
+In training Trainer reads the loss of a model alone, and so the logits beside it are not computed (`outputs="loss"`).
+
 This module does not import transformers before the user's program does.
 """
 
@@ -16,6 +18,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -31,10 +34,13 @@ from autotp.integrations.loops.replica_collectives import ReplicaCollectives
 from autotp.integrations.loops.replicas import done_by_all, of_all, replicas
 from autotp.integrations.transformers.adapters import already_saved
 from autotp.runtime.module import ParallelModule
+from autotp.runtime.tree import state_of
 
 Method = Callable[..., Any]
 STATES = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state.pth")
 SHARED = "a folder that all machines share, or the same files"
+WRAPPED = 4
+"""The modules of a model among which the first parallel one is: adapters and compiled models are around it."""
 IN_BACKWARD = re.compile("lomo|layerwise")
 """Values of `optim` that step each parameter as soon as it has its gradient."""
 
@@ -194,6 +200,20 @@ def _making_optimizer(method: Method) -> Method:
     return create_optimizer
 
 
+def _reading_loss(method: Method) -> Method:
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, *more: Any, **named: Any) -> Any:
+        """Trainer reads the loss alone, unless a function of the user or label smoothing reads the logits."""
+        reads_more = return_outputs or self.label_smoother is not None or self.compute_loss_func is not None
+        states = (state_of(module) for module in islice(model.modules(), WRAPPED))  # An adapter may be around it.
+        state = None if reads_more else next((state for state in states if state is not None), None)
+        if state is None or state.tree.settings.outputs != "auto":
+            return method(self, model, inputs, return_outputs, *more, **named)
+        with state.tree.outputs_as("loss"):
+            return method(self, model, inputs, return_outputs, *more, **named)
+
+    return compute_loss
+
+
 def _is_ours(trainer: Any) -> bool:
     return isinstance(trainer.model, ParallelModule) and trainer.model.mesh.everyone.size > 1 and replicas() is not None
 
@@ -209,5 +229,6 @@ AROUND: dict[str, Callable[[Method], Method]] = {
     "init_hf_repo": _opening_repository,
     "push_to_hub": _pushing,
     "create_optimizer": _making_optimizer,
+    "compute_loss": _reading_loss,
 }
 """Methods of `Trainer`, and what makes ours of theirs."""

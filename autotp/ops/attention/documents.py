@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from autotp.attached import READ, host_values
 from autotp.errors import Error
-from autotp.ops.eager_mode import is_computed
+from autotp.ops.eager_mode import is_computed, runs_at_once, unseen
 from autotp.sharding.partition import chunk_bounds
 
 
@@ -31,7 +33,7 @@ def documents_in(ends: Tensor, tokens: int) -> list[int]:
     fix = "F.pad(lengths.cumsum(0), (1, 0)).int() for the lengths of the documents"
     if ends.dtype != torch.int32:
         raise Error(f"the ends of packed documents are of {ends.dtype}", expected="torch.int32", fix=fix)
-    numbers: list[int] = ends.tolist()
+    numbers = ends.tolist() if ends.is_cpu else host_values(ends)
     if numbers[:1] != [0] or numbers[-1] != tokens or numbers != sorted(numbers):
         raise Error(
             f"the ends of {len(numbers) - 1} packed documents are {numbers[:8]}{' ...' * (len(numbers) > 8)}",
@@ -42,7 +44,7 @@ def documents_in(ends: Tensor, tokens: int) -> list[int]:
 
 
 def known_documents(ends: Tensor | None, tokens: int) -> list[int] | None:
-    """Returns the ends of documents where the host has them; None on a device, for which the host would have to wait.
+    """Returns the ends of documents where the host has them; None on a device, if the host has not read them.
 
     Raises:
         Error: as `documents_in`.
@@ -50,8 +52,24 @@ def known_documents(ends: Tensor | None, tokens: int) -> list[int] | None:
     return None if ends is None or not _is_known(ends) else documents_in(ends, tokens)
 
 
+def read_documents(ends: Tensor | None, tokens: int) -> list[int] | None:
+    """Returns the ends of documents; the host waits for those on a device, once for all that read them.
+
+    None in code that is compiled and in CUDA graphs, where the host can read nothing.
+
+    Raises:
+        Error: as `documents_in`.
+    """
+    if ends is None or ends.is_cpu or not runs_at_once(ends):
+        return known_documents(ends, tokens)
+    with unseen():  # NOTE [What is no operator of the model]
+        return documents_in(ends, tokens)
+
+
 def _is_known(ends: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and ends.is_cpu and is_computed(ends)
+    if torch.compiler.is_compiling() or not is_computed(ends):
+        return False
+    return ends.is_cpu or (runs_at_once(ends) and READ.of(ends) is not None)
 
 
 def expect_no_longer(ends: Tensor | None, longest: int | None) -> None:
@@ -59,25 +77,29 @@ def expect_no_longer(ends: Tensor | None, longest: int | None) -> None:
 
     Kernels compute no more of it, and over cp a rank reads no more keys before its part.
     """
-    lengths = None if ends is None or longest is None or ends.dim() != 1 or not _is_known(ends) else ends.diff()
-    if lengths is not None and lengths.numel() and lengths.min() >= 0 and lengths.max() > longest:  # type: ignore[operator]
+    if ends is None or longest is None or ends.dim() != 1 or not _is_known(ends):
+        return
+    lengths = [stop - start for start, stop in pairwise(ends.tolist() if ends.is_cpu else host_values(ends))]
+    if lengths and min(lengths) >= 0 and max(lengths) > longest:
         raise Error(
-            f"a packed document has {int(lengths.max())} tokens, and the longest is said to have {longest}",
+            f"a packed document has {max(lengths)} tokens, and the longest is said to have {longest}",
             fix="max_length_q and max_length_k (max_seqlen, max_q) that no document exceeds: int(ends.diff().max())",
         )
 
 
-def first_keys(size: int, parts: int, before: int, ends: Sequence[int] | None) -> tuple[int, ...]:
+def first_keys(size: int, parts: int, before: int, ends: Sequence[int] | None, chunk: int = 0) -> tuple[int, ...]:
     """Returns for each rank the first key that one of its queries reads, or where its part begins if none is earlier.
 
     Args:
         size: the number of positions, cut over `parts` ranks.
         before: how many keys before its own position a query reads at most.
         ends: where documents begin and end; a query reads no other document. None if that is not known.
+        chunk: the length of the chunks of a row, of which a query reads its own; 0 for none.
     """
     keys = []
     for start, stop in (chunk_bounds(size, parts, rank) for rank in range(parts)):
-        begin = 0 if ends is None else ends[bisect_right(ends, start) - 1]
+        begin = start // chunk * chunk if chunk else 0
+        begin = begin if ends is None else ends[bisect_right(ends, start) - 1]
         keys.append(min(max(begin, start - before), start) if stop > start else start)
     return tuple(keys)
 
@@ -86,7 +108,11 @@ def documents_in_parts(ends: Tensor, tokens: int, parts: int) -> Tensor:
     """Returns the ends of documents in each part of the tokens, one part after another: [parts * (documents + 1)]."""
     size = tokens // parts
     starts = torch.arange(parts, dtype=ends.dtype, device=ends.device) * size
-    return (ends - starts.unsqueeze(1)).clamp(0, size).flatten()
+    # No view, of which `HostValues` would not know the parts.
+    in_parts = (ends.repeat(parts) - starts.repeat_interleave(len(ends), output_size=parts * len(ends))).clamp(0, size)
+    if not ends.is_cpu and (numbers := READ.of(ends)) is not None:
+        READ.keep(in_parts, [min(max(n - part * size, 0), size) for part in range(parts) for n in numbers])
+    return in_parts
 
 
 def expect_whole_documents(ends: Tensor, tokens: int, parts: int) -> None:

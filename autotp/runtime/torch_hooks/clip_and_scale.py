@@ -22,9 +22,11 @@ from torch.distributed.tensor import DTensor
 from autotp import torch_internals as internals
 from autotp.distributed.cut_tensors.cut_parameter import whole_operand
 from autotp.distributed.live_models import Undo, sorted_by_model
+from autotp.errors import within
 from autotp.ops.collectives import reduce
 from autotp.runtime.grad_norm import total_norm
 from autotp.runtime.holdings import Holdings, holdings_of
+from autotp.runtime.torch_hooks.optimizer_state import expect_norm
 
 
 def install() -> Undo:
@@ -78,6 +80,7 @@ def _norm_of_all(
 ) -> Tensor:
     """Computes the norm as torch does, but over all ranks of each model; other tensors are the same on all ranks."""
     all_tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    within("clip_grad_norm_", lambda: expect_norm(all_tensors))
     models, plain = _of_parallel(all_tensors)
     plain = [whole_operand(x) for x in plain]  # Copies of parts, and values computed from them.
     if not models:

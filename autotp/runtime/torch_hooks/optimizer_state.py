@@ -8,16 +8,17 @@ torch has no hook for the state dicts of all optimizers, so each gets one at its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autotp.attached import Marks, attached, first_time
+from autotp.attached import Marks, all_attached, attached, first_time
 from autotp.distributed.cut_tensors.cut_parameter import tell_user
 from autotp.distributed.live_models import sorted_by_model
+from autotp.errors import Error
 from autotp.runtime.holdings import Holdings, holdings_of
 from autotp.source_location import calling_frame, is_users, reads_for_caller
 from autotp.torch_internals import BETWEEN
@@ -42,6 +43,20 @@ class OwnedStates:
     def owner(self, parameter: Tensor) -> int | None:
         """Returns the rank that owns a parameter's state, of all that hold the model; None if no owner is chosen."""
         raise NotImplementedError
+
+
+class InBackward:
+    """The state of an optimizer that steps parameters in backward, and frees their gradients there."""
+
+
+def expect_norm(gradients: Collection[object]) -> None:
+    """Raises Error if there is no gradient of which to compute a norm, since an optimizer has stepped in backward."""
+    for optimizer, _ in all_attached(InBackward) if not gradients else ():
+        raise Error(
+            f"{type(optimizer).__name__} steps in backward, and there is no gradient left whose norm could be clipped",
+            fix="autotp.low_memory(..., in_backward=False)",
+            alternative="parameter.register_hook(lambda grad: grad.clamp(-1, 1)), before the optimizer is made",
+        )
 
 
 def watch_state(optimizer: Optimizer) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
 
@@ -88,6 +89,54 @@ def steps_alone(optimizer: Optimizer) -> bool:
     return all(_is_close(a, b) for a, b in zip(together, alone, strict=True))
 
 
+def states_of(optimizer: Optimizer, options: Mapping[str, Any], device: torch.device) -> dict[str, bool]:
+    """Returns the key of each state that is shaped as its parameter, and whether it may be negative.
+
+    Args:
+        options: those of a group.
+        device: that of its parameters.
+
+    Raises:
+        Error: the optimizer does not step small tensors, or has a state of another shape.
+    """
+    drawn = _drawn((4, 6), torch.Generator().manual_seed(0), device)
+    trial = _trial(optimizer, [(options, [drawn])])
+    (parameter,) = trial.param_groups[0]["params"]
+    states = {key: x for key, x in trial.state[parameter].items() if isinstance(x, Tensor) and x.dim()}
+    for key in [key for key, x in states.items() if x.shape != parameter.shape]:
+        raise Error(
+            f"`{key}` of {type(optimizer).__name__} is {list(states[key].shape)} where the parameter is "
+            f"{list(parameter.shape)}",
+            fix="an optimizer whose state is shaped as the parameters are, such as AdamW",
+        )
+    return {key: bool((x < 0).any()) for key, x in states.items()}
+
+
+def plain_stepper(optimizer: Optimizer, cls: type[Optimizer]) -> Optimizer:
+    """Returns an optimizer of a class with the groups of one of a derived class, and all its other attributes.
+
+    It has no state.
+    """
+    stepper: Any = object.__new__(cls)
+    # As when torch unpickles an optimizer: it gets hooks of its own.
+    content = {"defaults": dict(optimizer.defaults), "param_groups": optimizer.param_groups, "state": defaultdict(dict)}
+    Optimizer.__setstate__(stepper, content)
+    vars(stepper).update({key: value for key, value in vars(optimizer).items() if key not in vars(stepper)})
+    return stepper
+
+
+def expect_nothing_kept(optimizer: Optimizer, alternative: str) -> None:
+    """Raises Error if an optimizer has parameters in other attributes than its groups: it would step parts of them."""
+    for key, value in vars(optimizer).items():
+        beside = key not in ("param_groups", "state")
+        if beside and any(isinstance(x, nn.Parameter | Optimizer) for x in pytree.tree_leaves(value)):
+            raise Error(
+                f"{type(optimizer).__name__} keeps parameters in `{key}`, and would step this rank's parts of them",
+                fix="an optimizer that reads its param_groups in each step",
+                alternative=alternative,
+            )
+
+
 def _is_close(value: Tensor, expected: Tensor) -> bool:
     return torch.allclose(value, expected, rtol=1e-9, atol=0, equal_nan=True)
 
@@ -99,10 +148,15 @@ def _drawn(shape: tuple[int, ...], generator: torch.Generator, device: torch.dev
 
 
 def _stepped(optimizer: Optimizer, groups: Sequence[Group]) -> list[Tensor]:
-    """Returns small parameters after some steps of an optimizer that has all else from another one.
+    """Returns small parameters after some steps; raises Error as `_trial`."""
+    return [p.detach() for group in _trial(optimizer, groups).param_groups for p in group["params"]]
+
+
+def _trial(optimizer: Optimizer, groups: Sequence[Group]) -> Any:
+    """Returns an optimizer that has all but its groups and state from another one, after some steps.
 
     Raises:
-        Error: it does not step them.
+        Error: it does not step small parameters.
     """
     parameters = [[nn.Parameter(start.clone()) for start, _ in drawn] for _, drawn in groups]
     trial: Any = object.__new__(type(optimizer))
@@ -124,4 +178,4 @@ def _stepped(optimizer: Optimizer, groups: Sequence[Group]) -> list[Tensor]:
             f"{first_line}",
             fix="an optimizer that steps each element by itself, such as torch.optim.AdamW",
         ) from error
-    return [parameter.detach() for parameter in every]
+    return trial

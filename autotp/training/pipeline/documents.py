@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autotp.attached import read_again
 from autotp.ops.attention.documents import documents_in_parts, expect_no_longer, expect_whole_documents
 from autotp.passes.capture.pytree import flatten, map_leaves
 from autotp.passes.capture.replacements.number_arguments import as_length, is_countable
@@ -29,25 +30,26 @@ class Documents:
         self.tokens, self._longest = document_inputs(graph), longest_of_inputs(graph)
         shapes = {node.name: node.meta["val"].shape for node in graph.find_nodes(op="placeholder")}
         self._sizes = {name: shapes.get(name, ()) for name in program.captured.inputs}
-        self._rows = frozenset(program.rows)
+        self._rows, self._over_cp = frozenset(program.rows), program.options.cp > 1
         numbers = {name for name, sizes in self._sizes.items() if len(sizes) == 2 and sizes[1] == 0}  # By `as_length`.
         self.beside = numbers | self.tokens.keys()
 
     def expect_whole(self, tensors: Sequence[Tensor], parts: int) -> None:
         """Raises Error if documents are wrong, longer than is said, or lie in several of the parts.
 
-        It looks at a GPU only for several parts, and there not at lengths.
+        The host waits once for ends on a GPU, if there are several parts, or ranks that have parts of a row.
 
         Args:
             tensors: the tensors of a batch.
             parts: the number of microbatches.
         """
         inputs = dict(zip(self._sizes, tensors, strict=True))
-        for name in self.tokens:
-            if parts > 1 or inputs[name].is_cpu:
-                expect_whole_documents(inputs[name], self._count(name, inputs, parts), parts)
-                longest = self._longest[name]
-                expect_no_longer(inputs[name], None if longest is None else self._value(longest, inputs, parts))
+        names = [name for name in self.tokens if parts > 1 or self._over_cp or inputs[name].is_cpu]
+        read_again([inputs[name] for name in names])
+        for name in names:
+            expect_whole_documents(inputs[name], self._count(name, inputs, parts), parts)
+            longest = self._longest[name]
+            expect_no_longer(inputs[name], None if longest is None else self._value(longest, inputs, parts))
 
     def divided(self, inputs: Mapping[str, Tensor], parts: int) -> dict[str, Tensor]:
         """Returns inputs in which the ends are those in each part, one part after another."""

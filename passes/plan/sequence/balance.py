@@ -19,19 +19,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_rows
+from autotp.ops.attention.zigzag import in_order, zigzag
 from autotp.ops.placement_moves import apart, by_heads
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, visit
 from autotp.passes.plan.propagate import Have, propagate
-from autotp.rules.call import arguments_of
-from autotp.rules.traits import draws
+from autotp.rules.call import arguments_of, parameters
+from autotp.rules.traits import draws, zigzag_of
 from autotp.sharding.axis import Axis, Size, find, touches
 from autotp.sharding.placement import Shard
 
 aten = torch.ops.aten
-ATTENTION = aten.scaled_dot_product_attention.default
 
 
 @dataclass(frozen=True)
@@ -99,13 +98,7 @@ def balance(graph: fx.Graph, axes: Axes, decision: Decision, parts: int, randomn
 def _is_causal(node: fx.Node, axes: Axes, decision: Decision) -> bool:
     """True for a causal attention that is cut along its queries."""
     factor = axes.bound[node].cuttable(decision.cuts[node])
-    return node.target is ATTENTION and factor is not None and factor.mark == "!" and bool(_causal(node))
-
-
-def _causal(node: fx.Node) -> bool:
-    arguments = arguments_of(node)
-    # With dropout, `causal_masks` writes the mask as a value, whose rows are read in any order.
-    return bool(arguments.get("is_causal")) and not arguments.get("dropout_p")
+    return factor is not None and factor.mark == "!" and zigzag_of(node) is not None
 
 
 def _needs_order(
@@ -120,10 +113,11 @@ def _needs_order(
         if draws(node) and randomness == "exact":
             yield f'{_name(node)} draws the numbers of one device (randomness="exact")'
         elif _is_causal(node, axes, decision):
-            query, key = (arguments_of(node)[name] for name in ("query", "key"))
-            if Size.of(query.meta["val"].shape[-2]) != Size.of(key.meta["val"].shape[-2]):
+            query, key = (arguments_of(node)[name].meta["val"] for name in ("query", "key"))
+            dim = factor.ins[0] - query.dim()
+            if Size.of(query.shape[dim]) != Size.of(key.shape[dim]):
                 yield f"{_name(node)} reads another sequence"
-            elif _dim(axes, query, leaf) != query.meta["val"].dim() - 2:
+            elif _dim(axes, axes.bound[node].operands[0], leaf) is None:
                 yield f"{_name(node)} reads a sequence inside of a larger dimension"
         # It mixes rows, or makes them by their places.
         elif (factor.mark and not draws(node)) or not factor.ins:
@@ -199,8 +193,8 @@ class _BalancedGraph:
         before = {reading.operand: self.builder.env[reading.operand] for reading in readings}
         self.builder.env.update({reading.operand: self._in(reading.order, reading.operand) for reading in readings})
         leaf = _among(self.decision.cuts.get(node), self.leaves)
-        if leaf is not None and node.target is ATTENTION and _causal(node):
-            self._attention(node, leaf)
+        if leaf is not None and (attention := zigzag_of(node)) is not None:
+            self._attention(node, attention, leaf)
         else:
             carry(self.builder.copy(node), node, self.axes, self.new_axes, self.decision, self.new)
         # Other readers may need another order.
@@ -234,9 +228,8 @@ class _BalancedGraph:
         self.builder.env[node] = self._called(in_order, whole, _dim(self.axes, read, leaf), self.parts)
         self.keys.append(self.builder.env[node])
 
-    def _attention(self, node: fx.Node, leaf: Axis) -> None:
-        arguments: Mapping[str, Any] = self.builder.map(arguments_of(node))
-        operands = (arguments[name] for name in ("query", "key", "value"))
-        attention = self._called(zigzag_rows, *operands, self.parts, None, arguments["scale"], arguments["enable_gqa"])
+    def _attention(self, node: fx.Node, target: Any, leaf: Axis) -> None:
+        arguments: Mapping[str, Any] = {**self.builder.map(arguments_of(node)), "parts": self.parts, "rank": None}
+        attention = self._called(target, *(arguments[name] for name in parameters(target)))
         self.builder.env[node] = attention
         self.new.cuts[attention] = leaf

@@ -91,7 +91,7 @@ def halo_bytes(node: fx.Node, reach: Reach, axes: Axes, cuts: Mapping[fx.Node, A
     assert dim is not None
     length = elements_of(axes.bound[node].operands[1].meta["val"].shape[dim : dim + 1])
     most = length if reach.window < 0 else reach.window
-    keys = first_keys(length, parts, before_at_capture(reach.before(call_of(node).arguments), most), None)
+    keys = first_keys(length, parts, before_at_capture(reach.before(call_of(node).arguments), most), None, reach.chunk)
     sent = sum(chunk_bounds(length, parts, rank)[0] - key for rank, key in enumerate(keys))
     return sum(nbytes_of(axes.bound[node].operands[i].meta["val"]) for i in KEYS) * sent / max(length, 1) / parts
 
@@ -125,7 +125,10 @@ class _Halos:
         dim = _sequence(node, self.axes, leaf)
         before, ends = self._before(node, reach), arguments_of(node).get(reach.ends)
         operands = self.axes.bound[node].operands
-        read = {i: self._nearby(operands[i], leaf, (dim, before, ends and self.builder.env[ends])) for i in KEYS}
+        read = {
+            i: self._nearby(operands[i], leaf, (dim, before, ends and self.builder.env[ends], reach.chunk))
+            for i in KEYS
+        }
         copy = self.builder.copy(node)
         copy.args, copy.kwargs = with_operands(self.builder, node, operands, read)
         visit(copy, self.new_axes)

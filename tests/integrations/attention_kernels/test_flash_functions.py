@@ -315,13 +315,13 @@ def test_slopes_may_have_another_dtype_than_products() -> None:
     expect_products_of_one_dtype(program)
 
 
-@pytest.mark.parametrize("argument", ["qv", "q_descale", "attention_chunk"])
+@pytest.mark.parametrize("argument", ["qv", "q_descale"])
 def test_an_argument_without_a_rule_is_refused(argument: str) -> None:
     class Descaled(Attention):
         package = flash_attn_interface
 
         def by_head(self) -> dict[str, Any]:
-            return {argument: 4 if argument == "attention_chunk" else torch.ones(1)}
+            return {argument: torch.ones(1)}
 
     text = message(autotp.explain, Descaled().double(), tp=2, example_inputs=rows())
     assert f"FlashAttnFunc gets `{argument}`, for which autotp has no rule" in text

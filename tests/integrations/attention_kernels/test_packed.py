@@ -22,6 +22,8 @@ SETTINGS = [
     ScoreSettings(window=(-1, 0), slopes=torch.tensor([0.5, 0.25, 0.125, 0.1])),
     ScoreSettings(slopes=torch.rand(4, 4, generator=torch.Generator().manual_seed(0))),
     ScoreSettings(sinks=torch.linspace(-1, 1, 4, dtype=torch.float64), window=(2, 0)),
+    ScoreSettings(window=(-1, 0, 2)),
+    ScoreSettings(window=(-1, -1, 3), softcap=2.0),
 ]
 
 
@@ -35,9 +37,12 @@ def by_mask(query: Tensor, key: Tensor, value: Tensor, scores: ScoreSettings) ->
     document = torch.bucketize(torch.arange(12), ENDS[1:], right=True)
     distance = torch.arange(12) - torch.arange(12).unsqueeze(1)
     allowed = document == document.unsqueeze(1)
-    before, after = scores.window
+    before, after, *chunk = scores.window
     allowed &= (distance >= -before) if before >= 0 else torch.tensor(True)
     allowed &= (distance <= after) if after >= 0 else torch.tensor(True)
+    if chunk:
+        chunks = (torch.arange(12) - ENDS[document]) // chunk[0]
+        allowed &= chunks == chunks.unsqueeze(1)
     key, value = (x.repeat_interleave(4 // x.shape[1], 1) for x in (key, value))
     scale = scores.scale or 1 / math.sqrt(8)
     logits = torch.einsum("shd,thd->hst", query, key) * scale

@@ -219,8 +219,8 @@ def called_kernels(rank: int, n: int, layout: dict[str, Any]) -> list[tuple[Any,
     ("layout", "shapes"),
     [
         ({"tp": 2}, [((23, 2, 8), (23, 1, 8))] * 2),
-        # A query reads three keys before its own: so many come from the first rank.
-        ({"tp": 1, "cp": 2, "cp_attention": "gather"}, [((12, 4, 8), (12, 2, 8)), ((11, 4, 8), (14, 2, 8))]),
+        # The document in which the second rank's part begins has two tokens on the first rank.
+        ({"tp": 1, "cp": 2, "cp_attention": "gather"}, [((12, 4, 8), (12, 2, 8)), ((11, 4, 8), (13, 2, 8))]),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autotp.ops.losses import linear_cross_entropy
+from autotp.ops.losses import chunks as chunks_of_rows
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
 from autotp.passes.lower.prove_rules import prove_rule
 from autotp.sharding.partition import chunk_bounds
@@ -23,7 +23,7 @@ SIZES = {"row-by-row": 1, "chunks": 40, "one-chunk": 10**6}
 @pytest.fixture(params=SIZES.values(), ids=list(SIZES))
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lengths of chunks, and whether backward computes logits again."""
-    monkeypatch.setattr(linear_cross_entropy, "CHUNK", request.param)
+    monkeypatch.setattr(chunks_of_rows, "CHUNK", request.param)
 
 
 def operands(bias: bool, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
@@ -167,7 +167,7 @@ def test_a_class_out_of_range_is_refused() -> None:
 
 def errors_in_bfloat16(form: str, rows: int, factor: float, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The errors of gradients of the weight and the input beside float64, each relative to that of plain torch."""
-    monkeypatch.setattr(linear_cross_entropy, "CHUNK", 8 * 64)
+    monkeypatch.setattr(chunks_of_rows, "CHUNK", 8 * 64)
     torch.manual_seed(0)
     # Equal signs add up, and the logits of the classes are large: their probabilities are near 1.
     weight, x = (torch.randn(64, 32) * 0.02).bfloat16(), torch.randn(rows, 32).abs().bfloat16()

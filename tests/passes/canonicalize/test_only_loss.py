@@ -87,8 +87,8 @@ USES: dict[str, Callable[[Any], Any]] = {
 def test_reading_what_was_left_out_is_one_error(use: Callable[[Any], Any]) -> None:
     result = parallel(Words())(TOKENS, TOKENS)
     assert message(use, result["hidden"][0]) == (
-        '`hidden.0` was not computed: with outputs="loss" a call in training returns its loss only\n'
-        '  try      parallelize(..., outputs="auto")\n'
+        '`hidden.0` was not computed: with outputs="loss", as in a Trainer, a call in training returns its loss only\n'
+        '  try      parallelize(..., outputs="full")\n'
         "  or       model.eval() before a call whose tensors are read"
     )
 

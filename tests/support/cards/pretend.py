@@ -103,12 +103,15 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device = torch.device("cuda", pretended().current_device() if device is None else _index(device))
         self.priority, self.cuda_stream, self.stream_id = priority, 0, id(self)
+        self.copies: int | None = None
 
     def wait_stream(self, stream: Any) -> None:
-        pass
+        """What this stream does next finds what was copied to pinned memory within `with stream`."""
+        if getattr(stream, "copies", None) is not None:
+            pretended().finish_copies_until(stream.copies)
 
     def wait_event(self, event: Any) -> None:
-        pass
+        event._arrive()  # What the stream does next may read the pinned memory; it would be later in the order.
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -126,7 +129,7 @@ class Stream:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        pass
+        self.copies = pretended().last_copy()
 
 
 class OnDevice:
@@ -238,7 +241,7 @@ def _replacements(cards: ModuleType) -> dict[Any, dict[str, Any]]:
         "Stream": Stream,
         "current_stream": lambda device=None: default,
         "default_stream": lambda device=None: default,
-        "stream": lambda stream: contextlib.nullcontext(),
+        "stream": lambda stream: stream if isinstance(stream, Stream) else contextlib.nullcontext(),
         "set_stream": lambda stream: None,
         "synchronize": _synchronize,
         "set_sync_debug_mode": _set_sync_debug_mode,

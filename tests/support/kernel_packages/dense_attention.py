@@ -12,7 +12,7 @@ from torch import Tensor
 def attend(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, *,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Any = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, attention_chunk: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention and its log-sum-exp: q [batch seq heads width] or packed [tokens heads width]."""
     if q.device.type != "cpu" and q.dtype not in (torch.float16, torch.bfloat16):
@@ -46,6 +46,8 @@ def attend(
     right = 0 if causal else right
     hidden = apart.to(q.device) | (distance > right if right >= 0 else False)
     hidden = hidden | (distance < -left if left >= 0 else False)
+    if attention_chunk:
+        hidden = hidden | (places[0] // attention_chunk != places[1] // attention_chunk).to(q.device)
     scores = scores.masked_fill(hidden, -math.inf)
     lse = scores.logsumexp(-1)
     if sinks is not None:

@@ -13,6 +13,7 @@ class FlashAttnFunc(torch.autograd.Function):
                 deterministic=False, sm_margin=0, return_softmax=False):  # fmt: skip
         ctx.save_for_backward(q, k, v)
         ctx.how = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+        ctx.how["attention_chunk"] = attention_chunk  # The real backward refuses one.
         out, lse = attend(q, k, v, **ctx.how)
         return (out, lse) if return_softmax else out
 
@@ -30,6 +31,7 @@ class FlashAttnVarlenFunc(torch.autograd.Function):
         assert seqused_q is None and seqused_k is None
         ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k)
         ctx.how = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
+        ctx.how["attention_chunk"] = attention_chunk  # The real backward refuses one.
         out, lse = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, **ctx.how)
         return (out, lse) if return_softmax else out
 

@@ -10,6 +10,7 @@ import kernel_packages
 import pytest
 import torch
 import torch.nn.functional as F
+from cards.spies import host_waits
 from errors import message
 from kernel_packages.flash_attn import flash_attn_varlen_func
 from ranks import Checks, run_ranks
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 import autotp
+from autotp.model_library import library
 
-checks = Checks()
+checks, on_cards = Checks(), Checks(cards=True)
 VOCAB, WIDTH = 40, 32
 
 
@@ -73,10 +75,12 @@ def joined(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return rows | {"ends": ends, "longest": int(lengths.max())}
 
 
-def expect_equal_training(model: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], **layout: Any) -> Any:
+def expect_equal_training(
+    model: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], example: dict[str, Any] | None = None, **layout: Any
+) -> Any:
     """Trains on the batches of each replica in each step, and one device on all documents of the step in one row."""
     plain = copy.deepcopy(model)
-    trainer = autotp.distribute(model, example_inputs=steps[0][0], **layout)
+    trainer = autotp.distribute(model, example_inputs=example or steps[0][0], **layout)
     replica = trainer.mesh["dp"].get_local_rank()
     optimizers = [torch.optim.SGD(x.parameters(), 0.1) for x in (plain, trainer)]
     for batches in steps:
@@ -136,6 +140,28 @@ def rows_of_documents_over_stages_train_as_one_device(rank: int, n: int) -> None
         trainer = expect_equal_training(decoder(function), steps, **layout)
         inputs = steps[1][trainer.mesh["dp"].get_local_rank()]
         torch.testing.assert_close(trainer.evaluate(**inputs), trainer.step(**inputs), rtol=1e-12, atol=1e-12)
+
+
+@checks.on(4)
+def rows_of_documents_over_stages_and_cp_train_as_one_device(rank: int, n: int) -> None:
+    steps = [[batch(lengths[0], i, 3)] for i, lengths in enumerate(ROWS)]
+    for function in ("varlen_attn", "flash_attn"):
+        expect_equal_training(decoder(function), steps, batch([6, 4], 0, 1), pp=2, cp=2, microbatches=3)
+
+
+@on_cards.on(2, 4)
+def on_cards_the_host_waits_once_a_step_for_documents(rank: int, n: int) -> None:
+    """Of three microbatches, over cp. A loop that has the ends on the CPU waits for none."""
+    steps = [batch(lengths[0], i, 3) for i, lengths in enumerate(ROWS * 2)]
+    layout = {"pp": n // 2, "cp": 2, "microbatches": 3, "cp_attention": "gather"}
+    trainer = autotp.distribute(decoder("flash_attn").bfloat16(), example_inputs=batch([6, 4], 0, 1), **layout)
+    for i, inputs in enumerate(steps):
+        on_card = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        for given, waits in ((on_card, 1), ({**on_card, "ends": inputs["ends"]}, 0)):
+            with host_waits() as seen:
+                trainer.step(**given)
+            of_ends = {at: times for (_, at), times in seen.own_waits.items() if "autotp/attached" in at}
+            assert i < 2 or sum(of_ends.values()) == waits, seen
 
 
 @checks.on(2)
@@ -210,12 +236,12 @@ def test_verify_has_the_documents_of_all_microbatches_and_replicas() -> None:
     assert report.ok, report
 
 
-def flattened(lengths: Sequence[int], seed: int, rows: int = 1) -> dict[str, Any]:
+def flattened(lengths: Sequence[int], seed: int, rows: int = 1, with_ends: bool = True) -> dict[str, Any]:
     """Documents as transformers' collator makes them; in several rows, as its tensors seen anew."""
     transformers = pytest.importorskip("transformers")
     generator = torch.Generator().manual_seed(seed)
     texts = [{"input_ids": torch.randint(VOCAB, (n,), generator=generator).tolist()} for n in lengths]
-    inputs = dict(transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(texts))
+    inputs = dict(transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=with_ends)(texts))
     return {name: x.view(rows, -1) if isinstance(x, Tensor) and x.dim() == 2 else x for name, x in inputs.items()}
 
 
@@ -231,17 +257,19 @@ def llama() -> Any:
     )
 
 
-def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int) -> None:
+def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int, with_ends: bool) -> None:
     documents = ROWS if rows > 1 else ONE_ROW
     replicas = layout.get("dp", 1)
     with kernel_packages.usable_in_transformers():
         plain = llama()
-        trainer = autotp.distribute(copy.deepcopy(plain), example_inputs=flattened(documents[0][0], 0, rows), **layout)
+        trainer = autotp.distribute(
+            copy.deepcopy(plain), example_inputs=flattened(documents[0][0], 0, rows, with_ends), **layout
+        )
         optimizers = [torch.optim.SGD(x.parameters(), 0.1) for x in (plain, trainer)]
         for i, lengths in enumerate(documents):
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            inputs = [flattened(x, 2 * i + j, rows) for j, x in enumerate(lengths[:replicas])]
+            inputs = [flattened(x, 2 * i + j, rows, with_ends) for j, x in enumerate(lengths[:replicas])]
             # One device has a step of each replica's documents, weighted by their labels.
             counts = [int((x["labels"] != -100).sum()) for x in inputs]
             losses = [plain(**x).loss * count / sum(counts) for x, count in zip(inputs, counts, strict=True)]
@@ -253,17 +281,48 @@ def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows"),
+    ("layout", "rows", "with_ends"),
     [
-        ({"tp": 2, "dp": 2}, 1),
-        ({"pp": 2, "tp": 2, "microbatches": 3}, 3),
-        ({"pp": 2, "dp": 2, "microbatches": 3}, 3),
-        ({"cp": 2, "dp": 2}, 1),
+        ({"tp": 2, "dp": 2}, 1, True),
+        ({"pp": 2, "tp": 2, "microbatches": 3}, 3, True),
+        ({"pp": 2, "dp": 2, "microbatches": 3}, 3, True),
+        ({"cp": 2, "dp": 2}, 1, True),
+        ({"cp": 2, "dp": 2}, 1, False),  # Positions that start again are all that tells documents.
+        ({"tp": 2, "dp": 2}, 1, False),
     ],
     ids=str,
 )
-def test_the_collator_for_flash_kernels_trains_as_one_device(layout: dict[str, Any], rows: int) -> None:
-    run_ranks(with_the_collator, 4, layout, rows)
+def test_the_collator_for_flash_kernels_trains_as_one_device(
+    layout: dict[str, Any], rows: int, with_ends: bool
+) -> None:
+    run_ranks(with_the_collator, 4, layout, rows, with_ends)
+
+
+def test_positions_alone_tell_documents_in_one_row_of_a_flash_kernel() -> None:
+    """In a step. Of several rows transformers looks at none, and of a row in a microbatch it would look in forward."""
+    with kernel_packages.usable_in_transformers():
+        model = llama()
+        for lengths in ([6, 4, 10], [9]):
+            positions = flattened(lengths, 0, with_ends=False)
+            expected = flattened(lengths, 0)
+            inputs = library().with_documents(model, positions)
+            assert inputs.keys() == expected.keys() and inputs["max_length_k"] == expected["max_length_k"] == max(
+                lengths
+            )
+            assert torch.equal(inputs["cu_seq_lens_q"], expected["cu_seq_lens_q"])
+            assert inputs["cu_seq_lens_q"] is inputs["cu_seq_lens_k"]
+            masked = {**positions, "attention_mask": torch.ones(1, sum(lengths))}
+            several = flattened([6, 4, 10], 0, 2, with_ends=False)
+            for other in (expected, masked, several):
+                assert library().with_documents(model, other) is other
+        model.config._attn_implementation = "sdpa"
+        assert library().with_documents(model, positions) is positions
+        assert autotp.verify(llama(), 2, dp=2, cp=2, example_inputs=flattened([6, 4, 10], 0, with_ends=False)).ok
+
+
+@pytest.mark.parametrize(("n", "name"), on_cards.cases())
+def test_documents_on_cards(n: int, name: str) -> None:
+    on_cards.expect(n, name)
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+import torch
 from ranks import run_ranks
+from small_models import assert_values_close
+from torch import Tensor, nn
 from trainers import order_of_a_step, started
 
+import autotp
 from autotp.training.pipeline.schedules import ENGINES, Training, stages_of
 
 
@@ -61,3 +66,44 @@ def test_gradients_are_summed_under_the_last_backward(schedule: Any) -> None:
     for text in run_ranks(ordered, 4, schedule, timeout=100):
         _, between, *_ = text.split("S")
         assert between == "." * 8 and text.index(".") > text.rindex("G")
+
+
+class Added(nn.Module):
+    """Blocks over sequences of any length; the loss is a sum over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.h:
+            x = x + block(x)
+        return x.square().sum()
+
+
+def new_lengths(rank: int, n: int, zero: Any) -> None:
+    """In each step another replica gets a length that it has not seen."""
+    torch.manual_seed(0)
+    alone = Added().double()
+    example = torch.zeros(4, 6, 8, dtype=torch.float64)
+    trainer = autotp.distribute(
+        copy.deepcopy(alone), pp=2, dp=2, microbatches=2, zero=zero, example_inputs=(example[:2],)
+    )
+    for step, lengths in enumerate([(6, 6), (6, 5), (4, 6), (4, 5), (7, 9)]):
+        torch.manual_seed(step)
+        rows = [torch.randn(4, length, 8, dtype=torch.float64) for length in lengths]
+        evaluated = trainer.evaluate(rows[trainer.mesh["dp"].get_local_rank()])
+        loss = trainer.step(rows[trainer.mesh["dp"].get_local_rank()])
+        expected = sum(alone(x) for x in rows)
+        expected.backward()
+        assert_values_close(loss, expected)
+        assert_values_close(evaluated, expected)
+    gradients = {name: p.grad for name, p in alone.named_parameters()}
+    for name, p in trainer.named_parameters():
+        assert_values_close(p.grad.full_tensor(), gradients[name], msg=name)
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.rare)])
+def test_replicas_make_graphs_in_different_steps(zero: Any) -> None:
+    """An engine's first run gathers what `zero` divides: a replica that had its engine would gather for another."""
+    run_ranks(new_lengths, 4, zero, timeout=100)

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from autotp.compiler import Captures, emitted_operators, rank_graph
 from autotp.errors import Error
+from autotp.model_library import library
 from autotp.passes.builder import copied
 from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.pytree import signature_of
@@ -198,7 +199,8 @@ def _lowered(
     for tensor in skeleton.parameters() if training.compute_dtype else ():
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(training.compute_dtype)
-    args, kwargs = cast_arguments(signature_of(model).by_name(*call.arguments), training.compute_dtype)
+    args, kwargs = signature_of(model).by_name(*call.arguments)
+    args, kwargs = cast_arguments((args, library().with_documents(model, kwargs)), training.compute_dtype)
     tensors = batch_tensors(args, kwargs)
     last = training.cp - 1  # Its queries read the most keys.
     rows = places_of_rows(tensors, [])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from large_vocabularies import CLASSES, FUSED, LABELS, TOKENS, WIDTH, beside_one_device, fused, small
 from ranks import Checks
 from small_models import gpt
 from torch import Tensor, nn
@@ -18,27 +18,11 @@ from torch import Tensor, nn
 import autotp
 from autotp.compiler import analyse, rank_graph
 from autotp.ops import collectives
-from autotp.ops.losses import linear_cross_entropy as operators
-from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.lower.losses import linear_cross_entropy
 from autotp.training.distribute import distribute
 
-CLASSES, WIDTH = 37, 16
-TOKENS = torch.arange(21).view(3, 7) * 5 % CLASSES
-LABELS = TOKENS.flip(1).masked_fill(torch.arange(21).view(3, 7) % 8 < 3, -100)
-FUSED = operators.linear_class_terms, operators.linear_loss_sum
 checks = Checks()
-
-
-@contextmanager
-def small() -> Iterator[None]:
-    """A region in which small vocabularies are large ones: a chunk has two rows."""
-    lengths = (linear_cross_entropy, "LEAST", 16), (operators, "CHUNK", 2 * CLASSES)
-    with ExitStack() as stack:
-        for module, name, length in lengths:
-            stack.enter_context(patch.object(module, name, length))
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -82,12 +66,6 @@ class Words(nn.Module):
             case "soft":
                 return F.cross_entropy(z.flatten(0, 1), F.one_hot(labels.clamp(0).flatten(), CLASSES).to(z.dtype))
         return F.cross_entropy(z.reshape(-1, CLASSES), labels.reshape(-1), **more)
-
-
-def fused(model: nn.Module, tp: int, **options: Any) -> list[str]:
-    """The operators of the head with its loss in a rank's graph."""
-    analysis = analyse(skeleton_of(model), (TOKENS, LABELS), {}, tp, Options(**options))
-    return [node.target.__name__ for node in rank_graph(analysis, 0, "fast").nodes if node.target in FUSED]
 
 
 CASES = {
@@ -150,30 +128,6 @@ def test_few_classes_stay() -> None:
 
 
 # ---- on ranks
-
-
-def train(mine: nn.Module, whole: nn.Module) -> None:
-    """Three steps of SGD at three shapes, one with one label only: loss and parameters are one device's."""
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (mine, whole)]
-    single = torch.full_like(LABELS, -100)
-    single[0, 3] = 1
-    for rows, labels in ((TOKENS, LABELS), (TOKENS[:2, :5], LABELS[:2, :5]), (TOKENS, single)):
-        results = [model(rows.contiguous(), labels.contiguous()) for model in (mine, whole)]
-        losses = [result[0] if isinstance(result, tuple) else result for result in results]
-        torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=0, atol=1e-10)
-        for optimizer, loss in zip(optimizers, losses, strict=True):
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        for name, tensor in autotp.full_state_dict(mine).items():
-            expected = whole.state_dict()[name]
-            torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def beside_one_device(n: int, model: nn.Module, **options: Any) -> None:
-    whole = copy.deepcopy(model)
-    with small():
-        train(autotp.parallelize(model, n, example_inputs=(TOKENS, LABELS), **options), whole)
 
 
 @checks.on(2, 4)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from kernel_packages import flash_attn
+from ranks import Checks
 from small_models import TwoStreams, gpt, two_streams
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
@@ -14,12 +20,17 @@ import autotp
 from autotp.compiler import analyse
 from autotp.diagnostics.verify import compare_calls, find_inputs
 from autotp.errors import Error
+from autotp.integrations.attention_kernels import kernel_operator
+from autotp.integrations.attention_kernels.kernel_operator import ZIGZAG
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_rows
 from autotp.ops.collectives import all_gather, scatter
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.plan.sequence.balance import balance
+from autotp.passes.program import sequences
 from autotp.passes.program.program import Program
+
+checks, on_cards = Checks(), Checks(cards=True)
 
 
 def program(model: nn.Module, cp: int, *given: Any, **settings: Any) -> Program:
@@ -189,3 +200,168 @@ def test_check_refuses_zigzag_rows_of_another_rank(at: int, value: int, monkeypa
     monkeypatch.setitem(localize.FORMS, zigzag_rows, wrong)
     with pytest.raises(Error, match="zigzag_rows"):
         program(gpt(), 2)
+
+
+# ---- kernels of attention
+
+
+class ByKernel(nn.Module):
+    """Two layers of causal attention by flash-attn, one after the other, the log-sum-exp of which is read, too."""
+
+    def __init__(self, groups: int = 4, more: str = "") -> None:
+        super().__init__()
+        self.groups, self.more = groups, more
+        self.qkv = nn.ModuleList(nn.Linear(12, 12 + 6 * groups) for _ in range(2))
+        self.by_head = nn.Parameter(torch.linspace(0.1, 0.9, 4), requires_grad=more == "sinks")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 12]"""
+        for layer in self.qkv:
+            q, k, v = (t.unflatten(-1, (-1, 3)) for t in layer(x).split([12, 3 * self.groups, 3 * self.groups], -1))
+            if self.more == "sinks":
+                out, totals = flash_attn.cute.flash_attn_func(q, k, v, causal=True, learnable_sink=self.by_head)
+            else:
+                named = {"alibi_slopes": self.by_head} if self.more else {}
+                dropped = {"return_attn_probs": True}
+                out, totals, _ = flash_attn.flash_attn_func(q, k, v, causal=True, softcap=5.0, **named, **dropped)
+            x = x + out.flatten(2) + (0 * totals).mT.sum(-1, keepdim=True).to(x)
+        return x
+
+
+KERNELS = {"heads": (4, ""), "groups": (2, ""), "slopes": (4, "slopes"), "sinks": (2, "sinks")}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 3), (2, 2)])
+def test_balance_of_a_kernel_equals_one_device(name: str, tp: int, cp: int) -> None:
+    for length in (13, 2, 8):
+        given = torch.randn(2, length, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        model = ByKernel(*KERNELS[name]).double()
+        report = compare_calls(model, find_inputs(model, given), tp, Options(cp=cp, cp_attention="gather"))
+        assert report.ok and report.worst.error < 1e-12, report
+        assert report.plan.balanced == 2, report.plan
+
+
+def test_balance_of_a_kernel_sends_as_much_as_without() -> None:
+    plans = [
+        autotp.explain(
+            ByKernel(), 1, cp=2, example_inputs=torch.zeros(2, 16, 12), cp_attention="gather", without=without
+        )
+        for without in ((), ("balance",))
+    ]
+    assert plans[0].traffic == plans[1].traffic and [plan.balanced for plan in plans] == [2, 0]
+
+
+def test_a_kernel_with_a_window_or_packed_rows_keeps_its_order() -> None:
+    class Window(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return flash_attn.flash_attn_func(x, x, x, causal=True, window_size=(2, 0))  # type: ignore[no-any-return]
+
+    model = nn.Sequential(nn.Linear(4, 4), Window())
+    program_ = program(model, 2, torch.zeros(2, 16, 4, 4))
+    assert not called(program_.graph, ZIGZAG) and not called(program_.graph, zigzag)
+
+
+@contextmanager
+def pairs_read() -> Iterator[list[int]]:
+    """A region; yields the pairs of a query and a key of each call that stands for a kernel."""
+    pairs, reference = list[int](), kernel_operator.REFERENCE
+
+    def counted(query: Tensor, key: Tensor, *rest: Any) -> Any:
+        queries, keys = query.shape[1], key.shape[1]
+        pairs.append(queries * keys - queries * (queries - 1) // 2)
+        return reference(query, key, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_operator, "REFERENCE", counted)
+        yield pairs
+
+
+@checks.on(4)
+def ranks_have_equal_work_in_a_kernel(rank: int, n: int) -> None:
+    """The keys that queries read, of each rank: without the order, the last of four ranks reads 7 times the first's."""
+    given, ratios = torch.randn(2, 64, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), []
+    for without in ((), ("balance",)):
+        plain = ByKernel(2).double()
+        model = autotp.parallelize(
+            copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", without=without, example_inputs=given
+        )
+        for length in (64, 56):
+            with pairs_read() as pairs:
+                output = model(given[:, :length])
+            every = [torch.zeros((), dtype=torch.int64) for _ in range(n)]
+            dist.all_gather(every, torch.tensor(sum(pairs)))
+            ratios.append(float(max(every) / (sum(every) / n)))
+            expected = plain(given[:, :length])
+            torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+            for result in (output, expected):
+                result.square().sum().backward()
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                if p.requires_grad:
+                    torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-10)
+            plain.zero_grad()
+            model.zero_grad()
+    assert ratios[:2] == [1.0, 1.0] and min(ratios[2:]) > 1.7, ratios
+
+
+@checks.on(2, rare=True)
+def a_compiled_kernel_equals_one_device(rank: int, n: int) -> None:
+    given, plain = torch.randn(2, 13, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), ByKernel(2)
+    model = autotp.parallelize(
+        copy.deepcopy(plain.double()), tp=1, cp=n, cp_attention="gather", example_inputs=given, check_inputs="never"
+    )
+    model(given)
+    outputs = [m(given) for m in (plain, torch.compile(model, backend="aot_eager"))]
+    for output in outputs:
+        output.square().sum().backward()
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-10, atol=1e-10)
+    for p, q in zip(plain.qkv.parameters(), model.qkv.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-10)
+
+
+@on_cards.on(2)
+def a_card_calls_the_kernel_for_each_piece(rank: int, n: int) -> None:
+    given, plain = torch.randn(2, 12, 12, generator=torch.Generator().manual_seed(0)).bfloat16(), ByKernel(2).bfloat16()
+    model = autotp.parallelize(copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=given)
+    by_kernel, lengths = kernel_operator._by_kernel, list[tuple[int, int]]()
+
+    def called_kernel(name: str, arguments: Any, settings: Any) -> Any:
+        lengths.append((arguments["query"].shape[1], arguments["key"].shape[1]))
+        return by_kernel(name, arguments, settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_operator, "_by_kernel", called_kernel)
+        output = model(given.cuda())
+    output.float().sum().backward()
+    torch.testing.assert_close(output.cpu(), plain(given), rtol=0.05, atol=0.05)
+    assert lengths == ([(3, 6), (3, 9)] if rank else [(3, 3), (3, 12)]) * 2
+
+
+FAULTS = {"parts": (16, 4), "rank": (17, 1)}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_check_refuses_a_kernel_of_another_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lower, at, changed = sequences.lower, FAULTS[name], list[bool]()
+
+    def lowered(*arguments: Any) -> fx.Graph:
+        graph = lower(*arguments)
+        for node in called(graph, ZIGZAG)[:1]:
+            node.update_arg(*at)
+            changed.append(True)
+        return graph
+
+    monkeypatch.setattr(sequences, "lower", lowered)
+    with pytest.raises(Error):
+        program(ByKernel(), 2, torch.zeros(2, 16, 12), cp_attention="gather")
+    assert changed
+
+
+@pytest.mark.parametrize(("n", "name"), on_cards.cases())
+def test_on_cards(n: int, name: str) -> None:
+    on_cards.expect(n, name)
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)

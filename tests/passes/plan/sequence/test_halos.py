@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cards.spies import host_waits
 from errors import message
-from kernel_packages import flash_attn
+from kernel_packages import flash_attn, flash_attn_interface
 from ranks import Checks
 from small_models import signatures_met
 from torch import Tensor, fx, nn
@@ -40,9 +40,9 @@ WIDTH, HEAD, KEYS = 16, 4, 2
 class Attention(nn.Module):
     """Two layers of causal attention by a kernel: rows [batch seq width], or packed [tokens width]."""
 
-    def __init__(self, window: int = -1, kernel: str = "flash", more: str = "") -> None:
+    def __init__(self, window: int = -1, kernel: str = "flash", more: str = "", chunk: int = 0) -> None:
         super().__init__()
-        self.window, self.kernel, self.more = window, kernel, more
+        self.window, self.kernel, self.more, self.chunk = window, kernel, more, chunk
         self.q, self.o = (nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)) for _ in range(2))
         self.k, self.v = (nn.ModuleList(nn.Linear(WIDTH, KEYS * HEAD) for _ in range(2)) for _ in range(2))
         self.by_head = nn.Parameter(torch.linspace(0.1, 0.9, WIDTH // HEAD), requires_grad=more != "slopes")
@@ -62,7 +62,9 @@ class Attention(nn.Module):
             mask = (back >= 0) & (back <= self.window)
             return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
         named: dict[str, Any] = {"slopes": {"alibi_slopes": self.by_head}, "sinks": {"learnable_sink": self.by_head}}
-        package: Any = flash_attn.cute if self.more == "sinks" else flash_attn
+        named["chunks"] = {"attention_chunk": self.chunk}
+        packages: dict[str, Any] = {"sinks": flash_attn.cute, "chunks": flash_attn_interface}
+        package = packages.get(self.more, flash_attn)
         settings = {"causal": True, "window_size": (self.window, 0), **named.get(self.more, {})}
         lengths = [n for n in ends for _ in range(2)]  # Of queries, and of keys.
         function = package.flash_attn_varlen_func if ends else package.flash_attn_func
@@ -87,6 +89,10 @@ CASES: dict[str, tuple[Attention, list[tuple[Any, ...]]]] = {
     "window longer than a part": (Attention(9), [rows(), rows(24), rows(7)]),
     "slopes": (Attention(4, more="slopes"), [rows(), rows(9)]),
     "sinks": (Attention(4, more="sinks"), [rows(), rows(9)]),
+    "chunks": (Attention(more="chunks", chunk=4), [rows(), rows(7), rows(3, 3), rows(24)]),
+    "chunks longer than a part": (Attention(more="chunks", chunk=10), [rows(), rows(24), rows(7)]),
+    "chunks and a window": (Attention(2, more="chunks", chunk=5), [rows(), rows(24)]),
+    "packed chunks": (Attention(more="chunks", chunk=4), [documents(lengths) for lengths in LENGTHS]),
     "packed": (Attention(), [documents(lengths) for lengths in LENGTHS]),
     "packed window": (Attention(4), [documents(lengths) for lengths in LENGTHS]),
     "packed slopes": (Attention(more="slopes"), [documents(lengths) for lengths in LENGTHS[:3]]),
@@ -96,14 +102,21 @@ CASES: dict[str, tuple[Attention, list[tuple[Any, ...]]]] = {
 }
 
 
-def seen_of_others(batch: tuple[Any, ...], window: int, n: int) -> int:
-    """The keys of other ranks that some query of a rank sees, of all ranks together, by looking at each pair."""
+def seen_of_others(batch: tuple[Any, ...], window: int, n: int, chunk: int = 0) -> int:
+    """The keys of other ranks that some query of a rank sees, of all ranks together, by looking at each pair.
+
+    Of the chunks of rows a rank reads the whole beginning of its first one, with a window, too; of packed documents
+    that of the document.
+    """
     tokens = batch[0].shape[-2]
     document = torch.zeros(tokens, dtype=torch.int64)
     if len(batch) > 1:
         document = torch.repeat_interleave(torch.arange(len(batch[1]) - 1), batch[1].diff().long())
     back = torch.arange(tokens)[:, None] - torch.arange(tokens)
-    seen = (back >= 0) & (document[:, None] == document) & ((back <= window) | (window < 0))
+    seen = (back >= 0) & (document[:, None] == document)
+    if chunk and len(batch) == 1:
+        seen &= torch.arange(tokens)[:, None] // chunk == torch.arange(tokens) // chunk
+    seen &= (back <= window) | (window < 0) | (chunk > 0)
     total = 0
     for start, stop in (chunk_bounds(tokens, n, rank) for rank in range(n)):
         keys = seen[start:stop].any(0)
@@ -162,7 +175,12 @@ def each_case_equals_one_device_and_sends_the_keys_that_are_seen(rank: int, n: i
                 )
             # Two layers, and in each the keys and the values.
             count = (
-                2 * 2 * seen_of_others(batch, model.window, n) * KEYS * HEAD * (1 if len(batch) > 1 else len(batch[0]))
+                2
+                * 2
+                * seen_of_others(batch, model.window, n, model.chunk)
+                * KEYS
+                * HEAD
+                * (1 if len(batch) > 1 else len(batch[0]))
             )
             assert [of_all_ranks(sum(sent[:forward])), of_all_ranks(sum(sent[forward:]))] == [count, count], message
             for optimizer in optimizers:
@@ -350,23 +368,51 @@ def a_longest_document_that_is_longer_is_an_error(rank: int, n: int) -> None:
 
 
 @on_cards.on(2)
-def on_a_card_the_longest_document_bounds_the_halo_and_nothing_waits(rank: int, n: int) -> None:
-    """Of documents of 6, 3 and 11 tokens the second rank's queries see one key of the first, which sends ten."""
-    batch, device = documents([6, 3, 11]), f"cuda:{rank}"
-    plain = Attention().bfloat16()
+def on_a_card_each_call_sends_what_is_seen_and_the_host_waits_once(rank: int, n: int) -> None:
+    """For ends on the card; for those that the loop has on the CPU it does not wait. Two layers, forward and backward.
+
+    A new graph compares its inputs in some calls, and the stand-in for a kernel waits itself.
+    """
+    device, plain = f"cuda:{rank}", Attention().bfloat16()
+    first = documents([6, 3, 11])
     parallel = autotp.parallelize(
-        copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=(batch[0].bfloat16(), *batch[1:])
+        copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=(first[0].bfloat16(), *first[1:])
     )
-    given = batch[0].bfloat16().to(device), batch[1].to(device), batch[2]
-    with counted() as sent:
-        parallel(*given)
-    assert of_all_ranks(sum(sent)) == 2 * 2 * 10 * KEYS * HEAD
-    with host_waits() as seen:
-        output = parallel(*given)
-        output.sum().backward()
-    assert not [lines for _, lines in seen.own_waits if "autotp/ops/" in lines], seen  # The stand-in waits itself.
-    expected = plain(batch[0].bfloat16(), *batch[1:])
-    torch.testing.assert_close(output.cpu(), expected, rtol=0.05, atol=0.05)
+    for lengths in LENGTHS[:5] * 2:
+        x, ends, longest = documents(lengths)
+        for place, waits in ((device, 1), ("cpu", 0)):
+            given = x.bfloat16().to(device).requires_grad_(), ends.to(place), longest
+            with counted() as sent, host_waits() as seen:
+                output = parallel(*given)
+                output.sum().backward()
+            count = 2 * 2 * 2 * seen_of_others((x, ends), -1, n) * KEYS * HEAD
+            assert of_all_ranks(sum(sent)) == count, (lengths, place)
+            of_ends = {
+                at: times
+                for (_, at), times in seen.own_waits.items()
+                if "kernel_operator" not in at and "fingerprint" not in at
+            }
+            assert sum(of_ends.values()) == waits, (lengths, place, of_ends)
+        expected = plain(x.bfloat16(), ends, longest)
+        torch.testing.assert_close(output.cpu(), expected, rtol=0.05, atol=0.05)
+
+
+@on_cards.on(2)
+def on_a_card_documents_of_one_rank_are_one_error_on_each(rank: int, n: int) -> None:
+    """Also late, where ranks no longer compare other inputs; then all go on. Sizes that differ would hang NCCL."""
+    device = f"cuda:{rank}"
+    x, *rest = documents([6, 3, 11])
+    batch = (x.bfloat16().to(device), *rest)
+    model = autotp.parallelize(Attention().bfloat16(), tp=1, cp=n, cp_attention="gather", example_inputs=batch)
+    for _ in range(4):
+        model(*batch).sum().backward()
+    for place in (device, "cpu"):
+        for ends, longest in (([0, 5, 10, 20], 11), ([0, 6, 20], 14), ([0, 6, 9, 20], 14)):
+            wrong = batch[0], torch.tensor(ends, dtype=torch.int32).to(place), longest
+            assert "got other inputs than rank 0" in message(model, *(wrong if rank == n - 1 else batch))
+            model(*batch).sum().backward()
+        short = batch[0], batch[1].to(place), 10
+        assert "a packed document has 11 tokens" in message(model, *short)
 
 
 @checks.on(2)
@@ -449,7 +495,10 @@ def test_keys_after_a_query_are_gathered(window: tuple[int, int]) -> None:
 
 def halo_with(graph: fx.Graph, **places: Any) -> None:
     """Gives the first halo other arguments."""
-    node, names = called(graph, collectives.halo)[0], {"axis": 1, "dim": 2, "size": 3, "before": 4, "ends": 5}
+    node, names = (
+        called(graph, collectives.halo)[0],
+        {"axis": 1, "dim": 2, "size": 3, "before": 4, "ends": 5, "chunk": 6},
+    )
     for name, value in places.items():
         node.update_arg(names[name], value)
 
@@ -469,6 +518,7 @@ FAULTS: dict[str, Callable[[fx.Graph], Any]] = {
     "another dimension": lambda graph: halo_with(graph, dim=1),
     "another size": lambda graph: halo_with(graph, size=12),
     "another axis": lambda graph: halo_with(graph, axis="dp"),
+    "chunks": lambda graph: halo_with(graph, chunk=4),
     "no documents": lambda graph: halo_with(graph, ends=None),
     "another reader": lambda graph: read_by(graph, torch.ops.aten.neg.default),
     "no halo": lambda graph: called(graph, collectives.halo)[0].replace_all_uses_with(

@@ -1,0 +1,420 @@
+"""Values that have one number for each class of each row, written with the logits of heads: they are never computed.
+
+    y = log_softmax(z)        Affine(z, -lse(z))            y * 2               Affine(2 z, -2 lse(z))
+    p = exp(y)                Exp(Affine(z, -lse(z)))       p * (y - w)         Product(p, Affine(z - w, -lse(z)))
+
+`read` says what an operator makes of such values: another one, or a `Reader`, which has one number for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.passes.builder import dtype_of_sums
+from autotp.rules.call import arguments_of
+from autotp.rules.row import Trait
+from autotp.rules.traits import has
+
+aten = torch.ops.aten
+VIEWS = Trait.RESHAPE | Trait.SLICE
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The logits of a head: `inner * y`, or `outer * tanh(inner * y)`, of its product with a bias, `y`.
+
+    Attributes:
+        linear: the product.
+        views: views of rows, which apply to the input of the head as well.
+        detached: whether no gradient flows.
+    """
+
+    linear: fx.Node
+    views: tuple[fx.Node, ...] = ()
+    inner: float = 1.0
+    outer: float = 1.0
+    bounded: bool = False
+    bias: fx.Node | None = None
+    detached: bool = False
+
+    @property
+    def scale(self) -> float:
+        """The number that multiplies the product: `outer * tanh(inner * y) = cap * tanh(scale * y / cap)`."""
+        return self.inner * self.outer
+
+    @property
+    def cap(self) -> float:
+        """The bound by tanh; 0 without."""
+        return self.outer if self.bounded else 0.0
+
+    def times(self, factor: float) -> Logits:
+        """Returns the logits times a number."""
+        if self.bounded:
+            return replace(self, outer=self.outer * factor)
+        return replace(self, inner=self.inner * factor)
+
+
+@dataclass(frozen=True)
+class Lse:
+    """The logarithm of the sum of exponentials of logits, for each row."""
+
+    logits: Logits
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A value of the model with one number for each row. node: [* 1]"""
+
+    node: fx.Node
+    detached: bool = False
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A sum of logits with factors, and of values of rows with factors.
+
+    Attributes:
+        is_moved: whether the classes are in dimension 1, as a loss wants them, of three or more.
+    """
+
+    parts: tuple[tuple[Logits, float], ...]
+    rows: tuple[tuple[Lse | Rows, float], ...] = ()
+    is_moved: bool = False
+
+    @property
+    def logits(self) -> Logits | None:
+        """The logits that this value is; None for a sum."""
+        return self.parts[0][0] if len(self.parts) == 1 and self.parts[0][1] == 1 and not self.rows else None
+
+    @property
+    def softmax_of(self) -> Logits | None:
+        """The logits with the same softmax: a number for a whole row changes nothing. None for a sum of logits."""
+        if len(self.parts) != 1:
+            return None
+        logits, factor = self.parts[0]
+        return logits if factor == 1 else logits.times(factor)
+
+    @property
+    def logarithms_of(self) -> Logits | None:
+        """The logits of which this value is `log_softmax`; None if it is not."""
+        logits = self.softmax_of
+        return logits if logits is not None and self.rows == ((Lse(logits), -1.0),) else None
+
+    def plus(self, other: Affine, factor: float = 1.0) -> Affine:
+        """Returns this value plus another one times a number."""
+        added = other.times_each(factor)
+        return replace(self, parts=_added(self.parts + added.parts), rows=_added(self.rows + added.rows))
+
+    def times_each(self, factor: float) -> Affine:
+        """Returns this value times a number, which multiplies each factor."""
+        return replace(self, parts=_scaled(self.parts, factor), rows=_scaled(self.rows, factor))
+
+    def times(self, factor: float) -> Affine:
+        """Returns this value times a number."""
+        if self.logits is not None:
+            return replace(self, parts=((self.logits.times(factor), 1.0),))
+        return self.times_each(factor)
+
+
+@dataclass(frozen=True)
+class Exp:
+    """The exponentials of a value, such as probabilities."""
+
+    of: Affine
+
+
+@dataclass(frozen=True)
+class Product:
+    """Probabilities times another value."""
+
+    probabilities: Exp
+    of: Affine
+
+    def times(self, factor: float) -> Product:
+        """Returns this value times a number."""
+        return replace(self, of=self.of.times_each(factor))
+
+
+Value = Affine | Exp | Product
+
+
+@dataclass(frozen=True)
+class Reader:
+    """An operator whose result has no classes.
+
+    Attributes:
+        name: "loss", "pick", "lse", "sum" or "argmax".
+        value: what it reads.
+        keeps_dim: whether the result has a dimension of length 1 in place of the classes.
+        divisor: "" or "classes", "all": by what a sum is divided for a mean; "rows" is no such mean.
+        over_rows: whether rows are added up, too.
+    """
+
+    name: str
+    value: Value
+    keeps_dim: bool = False
+    divisor: str = ""
+    over_rows: bool = False
+
+
+def read(node: fx.Node, values: dict[fx.Node, Value]) -> Value | Reader | None:
+    """Returns what an operator makes of values; None if it is not known without their elements."""
+    rule = _loss if has(node.target, Trait.CLASS_LOSS) else RULES.get(node.target, _same)
+    if rule in TWO:
+        return rule(node, values)
+    operand = values.get(node.args[0]) if node.args else None  # type: ignore[arg-type]
+    others = [n for n in node.all_input_nodes if n in values and n is not node.args[0]]
+    return None if operand is None or others else rule(node, operand)
+
+
+def _added(terms: Any) -> Any:
+    sums: dict[Any, float] = {}
+    for key, number in terms:
+        sums[key] = sums.get(key, 0.0) + number
+    return tuple((key, number) for key, number in sums.items() if number)
+
+
+def _scaled(terms: Any, factor: float) -> Any:
+    return tuple((key, number * factor) for key, number in terms)
+
+
+def _is_last(node: fx.Node, dim: Any) -> bool:
+    """True for the dimension of the classes. dim: a number, a list, or None for all"""
+    n = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
+    dims = list(dim) if isinstance(dim, list | tuple) else [dim]
+    return len(dims) == 1 and isinstance(dims[0], int) and dims[0] % n == n - 1
+
+
+# ---- one operand
+
+
+def _same(node: fx.Node, value: Value) -> Value | None:
+    """Returns what an operator makes that changes the dtype, or where an element stands."""
+    if isinstance(value, Affine):
+        return _moved(node, value) or _viewed(node, value)
+    return value if has(node.target, Trait.SAME) and not has(node.target, Trait.NO_GRADIENT) else None
+
+
+def _detached(node: fx.Node, value: Value) -> Value | None:
+    if isinstance(value, Exp):
+        return Exp(_without_gradient(value.of))
+    if isinstance(value, Product):
+        return Product(Exp(_without_gradient(value.probabilities.of)), _without_gradient(value.of))
+    return _without_gradient(value)
+
+
+def _without_gradient(value: Affine) -> Affine:
+    rows = []
+    for row, number in value.rows:
+        logits = Lse(replace(row.logits, detached=True)) if isinstance(row, Lse) else replace(row, detached=True)
+        rows.append((logits, number))
+    parts = tuple((replace(logits, detached=True), number) for logits, number in value.parts)
+    return replace(value, parts=parts, rows=tuple(rows))
+
+
+def _exp(node: fx.Node, value: Value) -> Value | None:
+    return Exp(value) if isinstance(value, Affine) and not value.is_moved else None
+
+
+def _log(node: fx.Node, value: Value) -> Value | None:
+    return value.of if isinstance(value, Exp) else None
+
+
+def _tanh(node: fx.Node, value: Value) -> Value | None:
+    logits = value.logits if isinstance(value, Affine) else None
+    if logits is None or logits.bounded:
+        return None
+    return Affine(((replace(logits, bounded=True, outer=1.0), 1.0),))
+
+
+def _negated(node: fx.Node, value: Value) -> Value | None:
+    return None if isinstance(value, Exp) else value.times(-1.0)
+
+
+def _log_softmax(node: fx.Node, value: Value) -> Value | None:
+    dim = arguments_of(node)["dim"]
+    logits = value.softmax_of if isinstance(value, Affine) else None
+    if logits is None or not isinstance(value, Affine):
+        return None
+    is_class = dim % node.meta["val"].dim() == 1 if value.is_moved else _is_last(node, dim)
+    return Affine(((logits, 1.0),), ((Lse(logits), -1.0),), value.is_moved) if is_class else None
+
+
+def _softmax(node: fx.Node, value: Value) -> Value | None:
+    logarithms = _log_softmax(node, value)
+    return Exp(logarithms) if isinstance(logarithms, Affine) and not logarithms.is_moved else None
+
+
+def _lse(node: fx.Node, value: Value) -> Reader | None:
+    args = arguments_of(node)
+    is_plain = isinstance(value, Affine) and not value.is_moved and len(value.parts) == 1
+    return Reader("lse", value, args["keepdim"]) if is_plain and _is_last(node, args["dim"]) else None
+
+
+def _sum(node: fx.Node, value: Value, is_mean: bool = False) -> Reader | None:
+    args = arguments_of(node)
+    if args.get("dtype") is not None or (isinstance(value, Affine) and value.is_moved):
+        return None
+    if "dim" not in args:
+        return Reader("sum", value, divisor="all" if is_mean else "", over_rows=True)
+    if not _is_last(node, args["dim"]):
+        return None
+    return Reader("sum", value, args["keepdim"], "classes" if is_mean else "")
+
+
+def _argmax(node: fx.Node, value: Value) -> Reader | None:
+    args = arguments_of(node)
+    logits = value.logits if isinstance(value, Affine) and not value.is_moved else None
+    # The greatest of float32: other logits are in another order.
+    if logits is None or node.args[0].meta["val"].dtype != torch.float32 or not _is_last(node, args["dim"]):  # type: ignore[union-attr]
+        return None
+    return Reader("argmax", value, args["keepdim"])
+
+
+def _pick(node: fx.Node, value: Value) -> Reader | None:
+    args = arguments_of(node)
+    index = args["index"].meta["val"]
+    shapes = list(index.shape), list(node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    is_one = index.shape[-1:] == (1,) and shapes[0][:-1] == shapes[1][:-1]
+    picked = isinstance(value, Affine) and not value.is_moved and _is_last(node, args["dim"]) and is_one
+    return Reader("pick", value, True) if picked else None
+
+
+def _loss(node: fx.Node, value: Value | None) -> Reader | None:
+    args = arguments_of(node)
+    if not isinstance(value, Affine) or not (value.is_moved or args["self"].meta["val"].dim() == 2):
+        return None
+    logits = value.softmax_of if "label_smoothing" in args else value.logarithms_of
+    has_classes = not args["target"].meta["val"].is_floating_point()
+    is_mean_of_tanh = logits is not None and logits.bounded and args.get("label_smoothing")
+    return Reader("loss", value) if logits is not None and has_classes and not is_mean_of_tanh else None
+
+
+def _moved(node: fx.Node, value: Affine) -> Affine | None:
+    """Returns logits whose classes an operator moves to where a loss has them."""
+    if not has(node.target, Trait.PERMUTE) or value.is_moved:
+        return None
+    n, target = node.meta["val"].dim(), node.target
+    # Sizes that differ say where each dimension goes.
+    dims = target(torch.empty(list(range(n)), device="meta"), *node.args[1:], **node.kwargs).shape  # type: ignore[operator]
+    return replace(value, is_moved=True) if list(dims) == [0, n - 1, *range(1, n - 1)] else None
+
+
+def _viewed(node: fx.Node, value: Affine) -> Affine | None:
+    """Returns logits of which an operator changes the dtype, or takes a view of rows."""
+    if has(node.target, Trait.SAME):
+        return None if has(node.target, Trait.NO_GRADIENT) else value
+    if value.is_moved or not has(node.target, VIEWS) or any(isinstance(row, Rows) for row, _ in value.rows):
+        return None
+    values = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    args, n = arguments_of(node), max(x.dim() for x in values)
+    dims = [args[name] for name in ("dim", "end_dim") if name in args]
+    sizes = {x.shape[-1] for x in values} if all(isinstance(x.shape[-1], int) for x in values) else set()
+    if len(sizes) != 1 or not all(isinstance(dim, int) and dim % n < n - 1 for dim in dims):
+        return None
+
+    def of(logits: Logits) -> Logits:
+        return replace(logits, views=(*logits.views, node))
+
+    parts = tuple((of(logits), number) for logits, number in value.parts)
+    return Affine(parts, tuple((Lse(of(row.logits)), number) for row, number in value.rows if isinstance(row, Lse)))
+
+
+# ---- several operands
+
+
+def _scale(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
+    """Returns a product with a number, or of probabilities with another value."""
+    a, b = node.args[:2]
+    if node.target is aten.div.Tensor and isinstance(b, int | float) and b != 0:
+        b = 1 / b
+    elif node.target is not aten.mul.Tensor or node.kwargs:
+        return None
+    x, y = (values.get(n) if isinstance(n, fx.Node) else None for n in (a, b))
+    if isinstance(b, int | float) and x is not None and b != 0:
+        return None if isinstance(x, Exp) else x.times(float(b))
+    if not _one_shape(a, b):
+        return None
+    if isinstance(x, Affine) and isinstance(y, Exp):
+        x, y = y, x
+    return Product(x, y) if isinstance(x, Exp) and isinstance(y, Affine) and not y.is_moved else None
+
+
+def _add(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
+    """Returns a sum or a difference: of logits with a bias, with a number of each row, or with other logits."""
+    sign = -1.0 if node.target is aten.sub.Tensor else 1.0
+    if len(node.args) != 2 or node.kwargs or not all(isinstance(x, fx.Node) for x in node.args):
+        return None
+    a, b = node.args
+    x, y = values.get(a), values.get(b)  # type: ignore[arg-type]
+    if isinstance(x, Affine) and isinstance(y, Affine):
+        return x.plus(y, sign) if _one_shape(a, b) and x.is_moved == y.is_moved else None
+    if not isinstance(x, Affine) or y is not None:
+        return None
+    logits, other = x.logits, b.meta["val"]  # type: ignore[union-attr]
+    if logits is not None and _is_bias(b, a.meta["val"].dtype, a.meta["val"].shape[-1]) and not x.is_moved:  # type: ignore[union-attr]
+        is_first = logits.bias is None and not logits.bounded and logits.inner == 1 and sign == 1
+        return Affine(((replace(logits, bias=b), 1.0),)) if is_first else None  # type: ignore[arg-type]
+    shape = list(a.meta["val"].shape)  # type: ignore[union-attr]
+    is_of_rows = isinstance(other, torch.Tensor) and list(other.shape) == [*shape[:-1], 1] and not x.is_moved
+    return x.plus(Affine((), ((Rows(b), 1.0),)), sign) if is_of_rows else None  # type: ignore[arg-type]
+
+
+def _divergence(node: fx.Node, values: dict[fx.Node, Value]) -> Value | Reader | None:
+    """Returns `kl_div`: probabilities of the target times the difference of logarithms."""
+    args = arguments_of(node)
+    of, target = values.get(args["self"]), values.get(args["target"])
+    target = Exp(target) if args["log_target"] and isinstance(target, Affine) else target
+    if not isinstance(of, Affine) or not isinstance(target, Exp) or of.is_moved or target.of.is_moved:
+        return None
+    if not _one_shape(args["self"], args["target"]):
+        return None
+    product = Product(target, target.of.plus(of, -1.0))
+    divisor = {0: None, 1: "all", 2: ""}[args["reduction"]]
+    return product if divisor is None else Reader("sum", product, divisor=divisor, over_rows=True)
+
+
+def _one_shape(a: Any, b: Any) -> bool:
+    return isinstance(a, fx.Node) and isinstance(b, fx.Node) and list(a.meta["val"].shape) == list(b.meta["val"].shape)
+
+
+def _is_bias(x: Any, dtype: torch.dtype, classes: int) -> bool:
+    value = x.meta.get("val") if isinstance(x, fx.Node) else None
+    vector = isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype == dtype
+    return vector and isinstance(value.shape[0], int) and value.shape[0] == classes  # type: ignore[union-attr]
+
+
+RULES: dict[Any, Callable[[fx.Node, Any], Value | Reader | None]] = {
+    aten.detach.default: _detached,
+    aten.exp.default: _exp,
+    aten.log.default: _log,
+    aten.tanh.default: _tanh,
+    aten.neg.default: _negated,
+    aten.log_softmax.int: _log_softmax,
+    aten.softmax.int: _softmax,
+    aten.logsumexp.default: _lse,
+    aten.sum.dim_IntList: _sum,
+    aten.sum.default: _sum,
+    aten.mean.dim: partial(_sum, is_mean=True),
+    aten.mean.default: partial(_sum, is_mean=True),
+    aten.argmax.default: _argmax,
+    aten.gather.default: _pick,
+    aten.mul.Tensor: _scale,
+    aten.div.Tensor: _scale,
+    aten.add.Tensor: _add,
+    aten.sub.Tensor: _add,
+    aten.kl_div.default: _divergence,
+}
+TWO = _scale, _add, _divergence
+"""Rules of operators of which each operand may be a value."""
+
+
+def one_precision(node: fx.Node, linear: fx.Node) -> bool:
+    """True if sums are added up in the dtype in which those of the head are."""
+    return dtype_of_sums(node.meta["val"].dtype) == dtype_of_sums(linear.meta["val"].dtype)

@@ -1,0 +1,150 @@
+"""linear_mixed_terms: entropy, divergence and the greatest class of a head in chunks are those of all logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autotp.ops.losses import chunks as chunks_of_rows
+from autotp.ops.losses.argmax import argmax_key, linear_argmax_key, place_of_key
+from autotp.ops.losses.linear_cross_entropy import linear_class_terms
+from autotp.passes.lower.prove_rules import prove_rule
+from autotp.sharding.partition import chunk_bounds
+
+ROWS, WIDTH, OTHER_WIDTH, CLASSES = (2, 7), 5, 3, 13
+NUMBERS = [(1.0, 0.0, 1.0, 0.0), (0.5, 3.0, 2.0, 4.0)]
+
+
+@pytest.fixture(params=[1, 40, 10**6], ids=["row-by-row", "chunks", "one-chunk"])
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks_of_rows, "CHUNK", request.param)
+
+
+def heads() -> tuple[list[Tensor], Tensor]:
+    """Weight, input and bias of two heads; and classes."""
+    torch.manual_seed(0)
+    shapes = [(CLASSES, WIDTH), (*ROWS, WIDTH), (CLASSES,), (CLASSES, OTHER_WIDTH), (*ROWS, OTHER_WIDTH), (CLASSES,)]
+    return [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes], torch.randint(
+        0, CLASSES, ROWS
+    )
+
+
+def logits(weight: Tensor, x: Tensor, bias: Tensor, scale: float, cap: float) -> Tensor:
+    z = F.linear(x, weight, bias) * scale
+    return torch.tanh(z / cap) * cap if cap else z
+
+
+def terms(tensors: list[Tensor], classes: Tensor, numbers: Any, parts: tuple[float, float], tp: int) -> Tensor:
+    """Terms of all classes, of those of `tp` ranks."""
+    scale, cap, other_scale, other_cap = numbers
+    weight, x, bias, *other = tensors
+    results = []
+    for a, b in (chunk_bounds(CLASSES, tp, rank) for rank in range(tp)):
+        more: tuple[Any, ...] = ()
+        if parts[1]:
+            more = other[0][a:b], other[1], other_scale, other_cap, other[2][a:b]
+        results.append(linear_class_terms(weight[a:b], x, classes, a, CLASSES, scale, cap, bias[a:b], *parts, *more))
+    return torch.stack(results).logsumexp(0)
+
+
+def mean(t: Tensor) -> Tensor:
+    return (t[2] - t[0]).exp() - (t[3] - t[0]).exp()
+
+
+def expect_same(ours: Callable[[], Tensor], theirs: Callable[[], Tensor], trained: list[Tensor]) -> None:
+    (a, b), weights = (ours(), theirs()), torch.linspace(-1, 1, 14, dtype=torch.float64).view(ROWS)
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    expected = torch.autograd.grad((b * weights).sum(), trained)
+    for retain in (True, False):
+        grads = torch.autograd.grad((a * weights).sum(), trained, retain_graph=retain)
+        torch.testing.assert_close(grads, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("tp", [1, 2, 16])  # On 16 ranks some have no class.
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_entropy_beside_the_logarithm_of_a_class(numbers: Any, tp: int) -> None:
+    tensors, classes = heads()
+
+    def ours() -> Tensor:
+        t = terms(tensors, classes, numbers, (1.0, 0.0), tp)
+        return (t[0] - mean(t)) + 2 * (t[1] - t[0])
+
+    def theirs() -> Tensor:
+        every = logits(*tensors[:3], *numbers[:2]).log_softmax(-1)
+        return -(every.exp() * every).sum(-1) + 2 * every.gather(-1, classes[..., None])[..., 0]
+
+    expect_same(ours, theirs, tensors[:3])
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("tp", [1, 2, 16])
+@pytest.mark.parametrize("trained", [slice(0, 3), slice(3, 6), slice(0, 6), slice(1, 2), slice(4, 5)])
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_divergence_of_two_heads(numbers: Any, trained: slice, tp: int) -> None:
+    tensors, classes = heads()
+    for tensor in tensors:
+        tensor.requires_grad_(any(tensor is wanted for wanted in tensors[trained]))
+
+    def ours() -> Tensor:
+        t = terms(tensors, classes, numbers, (1.0, -0.5), tp)
+        return mean(t) + 0.3 * t[4]
+
+    def theirs() -> Tensor:
+        z, other = logits(*tensors[:3], *numbers[:2]), logits(*tensors[3:], *numbers[2:])
+        return (z.softmax(-1) * (z - 0.5 * other)).sum(-1) + 0.3 * other.logsumexp(-1)
+
+    expect_same(ours, theirs, tensors[trained])
+
+
+@pytest.mark.usefixtures("chunks")
+def test_divergence_of_equal_heads_has_the_slope_of_a_difference_of_zero() -> None:
+    """A student that begins as its teacher: every difference of logits is 0, where |d| has no slope and d has."""
+    tensors, classes = heads()
+    equal = [*tensors[:3], *(tensor.detach().clone() for tensor in tensors[:3])]
+
+    def ours() -> Tensor:
+        return mean(terms(equal, classes, NUMBERS[0], (1.0, -1.0), 2))
+
+    def theirs() -> Tensor:
+        z, other = logits(*equal[:3], 1, 0), logits(*equal[3:], 1, 0)
+        return (z.softmax(-1) * (z - other)).sum(-1)
+
+    expect_same(ours, theirs, equal[:3])
+
+
+@pytest.mark.parametrize("parts", [(1.0, 0.0), (1.0, -1.0)])
+def test_second_derivatives(parts: tuple[float, float]) -> None:
+    tensors, classes = heads()
+    assert torch.autograd.gradgradcheck(
+        lambda *ts: terms(list(ts), classes, NUMBERS[1], parts, 1),
+        tensors[:6] if parts[1] else tensors[:3] + tensors[3:],
+    )
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_rules_hold(tp: int) -> None:
+    (weight, x, bias, other, other_x, other_bias), classes = heads()
+    more = 1.0, -1.0, other, other_x, 1.0, 0.0, other_bias
+    assert prove_rule(linear_class_terms, (weight, x, classes, 0, CLASSES, 1.0, 0.0, bias, *more), {}, tp) == []
+    assert prove_rule(linear_class_terms, (weight, x, classes, 0, CLASSES, 1.0, 0.0, None, 1.0), {}, tp) == []
+    exact = [y.detach().round().float() for y in (weight, x, bias)]  # Products of parts have no other last digit.
+    assert prove_rule(argmax_key, (exact[0], 0, 0), {}, tp) == []
+    assert prove_rule(linear_argmax_key, (*exact[:2], 0, 1.0, 0.0, exact[2]), {}, tp) == []
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("tp", [1, 2, 4, 16])
+def test_greatest_class_is_the_first_of_equal_ones(tp: int) -> None:
+    (weight, x, bias, *_), _ = heads()
+    weight, x, bias = ((y.detach() * 2).round().float() for y in (weight, x, bias))
+    x[0, :3] = bias[:2] = 0  # All logits but those of the bias are 0 or -0.
+    keys = [linear_argmax_key(weight[a:b], x, a, -1.0, 0.0, bias[a:b])
+            for a, b in (chunk_bounds(CLASSES, tp, rank) for rank in range(tp))]  # fmt: skip
+    expected = (-F.linear(x, weight, bias)).argmax(-1)
+    assert torch.equal(place_of_key(torch.stack(keys).amax(0)), expected)
