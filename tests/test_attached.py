@@ -108,14 +108,14 @@ OF_THE_PROCESS = {
     "of the call that runs: its graph begins with forgetting it": {
         "integrations.attention_kernels.flex.flex_attention._BLOCKS"
     },
-    "of one backward": {"ops.coalesced._before", "ops.coalesced._waits_of_run"},
+    "of one backward": {"ops.coalesced._before", "ops.coalesced._waits_of_run", "passes.emit.kept_call._latest"},
     "what other ranks have told, by numbers that no two meshes share": {
         "distributed.peers.in_step._first", "distributed.peers.in_step._progress",
         "runtime.torch_hooks.interrupted._passed", "runtime.torch_hooks.interrupted._waiting",
     },
     "of the process as the system sees it: its card, its sockets and locked files": {
         "checkpoint.files.folder_lock.HELD", "distributed.peers.links._open",
-        "distributed.peers.never_ending._captures",
+        "distributed.peers.never_ending._captures", "ops.stores._streams",
     },
     "looked at in each collective or call, so without `attached`; an entry names its group, which is compared": {
         "groups.failures.uncompared", "groups.process_group._backends", "passes.capture.pytree._SPECS",

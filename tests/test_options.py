@@ -38,11 +38,11 @@ TAKE_OPTIONS = [
         ),
         (
             {"memory": "lots"},
-            "memory='lots' is no number of bytes\n  expected \"24GB\", \"20GiB\", \"50%\", \"auto\", or an int",
+            'memory=\'lots\' is no number of bytes\n  expected "24GB", "20GiB", "50%", "auto", or an int',
         ),
         (
             {"memory": "50%", "recompute": "full"},
-            "memory='50%' beside recompute=\"full\": both say what is computed again\n  try      recompute=\"none\"",
+            'memory=\'50%\' beside recompute="full": both say what is computed again\n  try      recompute="none"',
         ),
         (
             {"memory": 10**9, "without": "outline"},

@@ -337,7 +337,7 @@ def _kept_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """Returns the rows of the table of the largest values under a budget."""
     rows = () if plan.memory is None else plan.memory.largest
     return tuple(
-        (row.at, bytes_text(row.bytes), bytes_text(row.staying), ", ".join(f"{n} {fate}" for fate, n in row.done.items()))
+        (row.at, *map(bytes_text, (row.bytes, row.staying)), ", ".join(f"{n} {fate}" for fate, n in row.done.items()))
         for row in rows
     )
 

@@ -29,7 +29,7 @@ def flat_memory(x: Tensor) -> Tensor:
     """Returns the whole memory of a tensor: [elements]"""
     storage = x.untyped_storage()
     count = storage.nbytes() // x.element_size()
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, (count,), (1,))  # type: ignore[call-overload]
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, (count,), (1,))
 
 
 def tensor_at(flat: Tensor, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
@@ -37,7 +37,7 @@ def tensor_at(flat: Tensor, dtype: torch.dtype, shape: torch.Size, stride: tuple
     if flat.dtype == dtype:
         return flat.as_strided(shape, stride, offset)
     empty = torch.empty(0, dtype=dtype, device=flat.device)
-    return empty.set_(flat.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload]
+    return empty.set_(flat.untyped_storage(), offset, shape, stride)
 
 
 class Bits:
@@ -98,6 +98,7 @@ class HostCopy:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self.copy.copy_(source, non_blocking=True)
+            self._left = stream.record_event()
         source.record_stream(stream)
 
     def begin(self) -> None:
@@ -112,6 +113,7 @@ class HostCopy:
         self._back = torch.empty_like(self.copy, device=self.device, pin_memory=False)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
+            stream.wait_event(self._left)
             self._back.copy_(self.copy, non_blocking=True)
             self._arrived = stream.record_event()
         self._back.record_stream(stream)

@@ -670,9 +670,9 @@ class Trainer(InGraphs, HasHoldings):
         names = pipeline.analysis.captured.inputs
         stay = [name in pipeline.on_host for name in names]
         moved = to_device(tensors, self.place.device, stay)
-        for name, x, on_device in zip(names, tensors, moved, strict=True):
+        for name, x, y in zip(names, tensors, moved, strict=True):
             if name in pipeline.documents.tokens:
-                READ.copied(x, on_device)
+                READ.copied(x, y)
         inputs = dict(zip(names, moved, strict=True))
         totals = totals_of(pipeline.analysis, inputs, self, self.mesh.get_group("dp"))
         inputs = pipeline.documents.divided(inputs, self._training.microbatches)

@@ -51,7 +51,15 @@ def t5() -> tuple[nn.Module, dict[str, Tensor]]:
     import transformers
 
     config = transformers.T5Config(
-        vocab_size=2048, d_model=512, d_kv=64, d_ff=1024, num_layers=3, num_heads=8, use_cache=False
+        vocab_size=2048,
+        d_model=512,
+        d_kv=64,
+        d_ff=1024,
+        num_layers=3,
+        num_heads=8,
+        use_cache=False,
+        decoder_start_token_id=0,
+        pad_token_id=0,
     )
     x = torch.randint(0, 2048, (4, 192))
     return transformers.T5ForConditionalGeneration(config), {"input_ids": x, "labels": x}

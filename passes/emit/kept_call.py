@@ -26,7 +26,7 @@ from autotp.ops.stores import HostCopy, Store, tensor_at
 from autotp.passes.capture.autocast_regions import Autocast, ambient_everywhere
 from autotp.passes.emit.exact_bits import STORES
 from autotp.passes.emit.kept_values import Geometry, SavingRun
-from autotp.passes.emit.split import Part, Split
+from autotp.passes.emit.split import ReplayPart, Split
 
 NO_RUN = -1
 """torch's number of a run of backward, outside of all runs."""
@@ -89,7 +89,7 @@ def pattern_of(split: Split, run: SavingRun) -> Pattern:
     stored = {x.memory: way for x, way in zip(saved, split.ways, strict=True) if way in ("host", "bits")}
     held = list[tuple[str, int, Geometry] | None]()
     for node in split.held:
-        memory = run.memories.get(node.name)
+        memory = run.memories.get(node.name, -1)
         held.append((stored[memory], memory, run.geometries[node.name]) if memory in stored else None)
         readers[memory] += memory in stored
     blanks = tuple((run.geometries[name], name in run.learns) for name in split.blanks)
@@ -103,6 +103,9 @@ class KeptCall:
         values: number -> the tensor, in the run of backward that has computed it; None for one that it has got.
         runs: for each part the run of backward that has computed it.
         stores: number of a memory -> its copy in another form.
+        flat: number of such a memory -> the run of backward that has it, how many tensors in it the run has yet to
+            read, and the memory.
+        taken: what hooks around the call have handed back: the run of backward, and the tensor.
         before: returns the call before this one that has copies on the host, if it is still there.
     """
 
@@ -121,6 +124,7 @@ class KeptCall:
         self.runs = [NO_RUN] * len(split.parts)
         self.stores: dict[int, Store] = {}
         self.flat: dict[int, tuple[int, int, Tensor]] = {}
+        self.taken: dict[int, tuple[int, Tensor]] = {}
         self.before: Callable[[], KeptCall | None] = _nothing
         self.entered = NO_RUN
 
@@ -180,7 +184,7 @@ class KeptCall:
         # The numbers count from 0, so the next one is how many there were.
         if (wanted := next(self.numbers)) != expected:
             raise Error(f"a block keeps {wanted} tensors, and {expected} when it ran first", fix='recompute="none"')
-        kept = []
+        kept = list[Any]()
         for x, learns, place in zip(held, self.pattern.split.learns, self.pattern.held, strict=True):
             if place is not None:
                 with torch.no_grad():
@@ -254,10 +258,13 @@ class KeptCall:
 
     def _taken(self, x: Any) -> Any:
         """Returns the tensor that the hooks around the call have."""
-        if not isinstance(x, Handed):
+        if not isinstance(x, Handed) or self.outer is None:
             return x
-        assert self.outer is not None
-        return self.outer[1](x.packed).detach().requires_grad_(x.learns)
+        # Once in a run: torch's checkpoint refuses to hand out a tensor twice.
+        run = torch._C._current_graph_task_id()
+        if self.taken.get(id(x), (NO_RUN, None))[0] != run or run == NO_RUN:
+            self.taken[id(x)] = run, self.outer[1](x.packed)
+        return self.taken[id(x)][1].detach().requires_grad_(x.learns)
 
     def _expect_unchanged(self) -> None:
         if self.outer is not None:
@@ -266,13 +273,15 @@ class KeptCall:
         if inputs != self.versions or _versions(self.held) != self.held_versions:
             raise RuntimeError(CHANGED + "an input or a parameter of a block that backward computes again")
 
-    def _replay(self, part: Part) -> None:
+    def _replay(self, part: ReplayPart) -> None:
         """Runs a part again, and notes the tensors that autograd wants."""
         self._expect_unchanged()
         saved: list[Tensor] = []
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad(), self._as_in_forward(part), recomputation():
-            inputs = [self._taken(self.inputs[i]) for i in part.inputs]
+            inputs = [self.inputs[i] for i in part.inputs]
             held = [self._held(i) for i in part.held]
+            if self.outer is not None:
+                inputs = list(map(self._taken, inputs))
             push_hooks(saved.append, _never)
             try:
                 results = part.run(self, *inputs, *held)
@@ -284,8 +293,16 @@ class KeptCall:
                 fix='recompute="none"',
             )
         for number, x in zip(part.by_hook, saved, strict=True):
-            if number >= 0:
-                self.values[number] = x
+            if number < 0:
+                continue
+            geometry = self.pattern.geometries[number]
+            if geometry is not None and (x.shape != geometry.shape or x.stride() != geometry.stride):
+                raise Error(
+                    f"a block that backward computes again keeps a tensor of sizes {tuple(x.shape)}, and one of "
+                    f"{tuple(geometry.shape)} in forward",
+                    fix='recompute="none"',
+                )
+            self.values[number] = x
         saved.clear()  # The graph of this run has it in its hooks, and some of the tensors have the graph.
         for number, x in zip(part.by_output, results, strict=True):
             self.values[number] = _at(x, self.pattern.geometries[number])
@@ -307,7 +324,7 @@ class KeptCall:
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.device, requires_grad=learns)
 
     @contextmanager
-    def _as_in_forward(self, part: Part) -> Iterator[None]:
+    def _as_in_forward(self, part: ReplayPart) -> Iterator[None]:
         """A region with the autocast of forward, after which the random state is as before."""
         now = ambient_everywhere()
         with ExitStack() as regions:

@@ -1,7 +1,7 @@
 """recompute: lets backward recompute blocks, or the scores of attention.
 
     Before: y = block(x, w)                                 After: y = recomputed(block)(x, w), which keeps x and w only
-    Before: s = matmul(q, k); p = softmax(s); o = matmul(p, v)     After: backward computes s and p again      "selective"
+    Before: s = matmul(q, k); p = softmax(s); o = matmul(p, v)     After: backward computes s and p again    "selective"
 
 Scores and values computed from them are most of the memory that attention keeps, and little of its computation.
 Both give fates to operators (`kept_values.py`): "full" drops what each makes, "selective" what those of attention make.

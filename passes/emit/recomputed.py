@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from autotp.passes.capture.autocast_regions import ambient_everywhere
 from autotp.passes.emit.checkpointed import Checkpointed, checkpointed
 from autotp.passes.emit.kept_call import KeptCall, Pattern, pattern_of
 from autotp.passes.emit.kept_values import Fates, SavingRun
-from autotp.passes.emit.split import Split, split
-from autotp.rules.traits import draws
+from autotp.passes.emit.split import Operators, Split, split
 
 
 class Recomputed(nn.Module):
@@ -39,7 +38,8 @@ class Recomputed(nn.Module):
         super().__init__()
         names = [node.name for node in inner.graph.nodes if node.op not in ("placeholder", "output")]
         self.inner = inner
-        self.draws = any(draws(node) for node in inner.graph.nodes)
+        self.operators = Operators.of(inner.graph)
+        self.draws = bool(self.operators.drawing)
         self.ends_early = True
         self._known, self._names = {} if known is None else known, names
         self.use(dict.fromkeys(names, "recompute") if fates is None else fates)
@@ -89,14 +89,14 @@ class Recomputed(nn.Module):
     def _first_run(self, key: Hashable, args: Sequence[Any], device: torch.device) -> Any:
         """Runs the graph on inputs of new sizes, and notes what autograd saves."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        run = _FirstRun(self.inner, device)
+        run = _FirstRun(self.inner, device, self.operators.drawing)
         versions = {i: x._version for i, x in enumerate(args) if isinstance(x, Tensor)}
         result = run.run(*args)
         structure = tuple((x.node, x.origin, x.memory, x.bytes > 0, x.dtype) for x in run.saved)
         short = all(size < 2**31 for geometry in run.geometries.values() for size in geometry.shape)
         known = (structure, *sorted(run.learns), *sorted(run.irregular), *sorted(run.origins.items()), short)
         if known not in self._splits:
-            self._splits[known] = split(self.inner, run, self.fates, self.ends_early)
+            self._splits[known] = split(self.inner, self.operators, run, self.fates, self.ends_early)
             gc.collect(1)  # fx leaves a circle that has the frames around, and so the tensors of this call.
         self._patterns[key] = pattern = pattern_of(self._splits[known], run)
         call = KeptCall(pattern, args, device, outer)
@@ -116,15 +116,15 @@ class _Cell:
 class _FirstRun(SavingRun):
     """The first run of a block on inputs of some sizes."""
 
-    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+    def __init__(self, module: fx.GraphModule, device: torch.device, drawing: Collection[str]) -> None:
         super().__init__(module, keeps_all=True)
-        self.device = device
+        self.device, self.drawing = device, drawing
         self.cells: list[_Cell] = []
         self.states: dict[str, Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node, and notes the random state before it if it draws."""
-        if draws(n):
+        if n.name in self.drawing:
             self.states[n.name] = random_state_of(self.device)
         return super().run_node(n)
 

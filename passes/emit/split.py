@@ -5,8 +5,8 @@
             backward: g = gelu(h), when the gradient of `v` asks for `g`
 
 While a block runs between `enter` and `leave`, autograd gets a number for each tensor that it wants to keep. A part is
-the operators that must run again for some of these numbers. Two parts have no dropped value in common, so each runs when
-backward asks for its first number, and not before. An operator whose result nobody asks for is in no part.
+the operators that must run again for some of these numbers. Two parts have no dropped value in common, so each runs
+when backward asks for its first number, and not before. An operator whose result nobody asks for is in no part.
 
 NOTE [What a part reads]
 A part reads inputs of the block, and outputs of kept operators: they are held until backward. A view is computed again.
@@ -20,17 +20,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 from torch._ops import OpOverload
 
+from autotp.ops.collectives import copy
 from autotp.ops.dropout import exact_dropout, fast_dropout
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.passes.emit.exact_bits import is_exact
 from autotp.passes.emit.kept_values import Fates, Saved, SavingRun
-from autotp.rules.call import operator_of, writes
 from autotp.rules.traits import draws
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ Source = tuple[Literal["part", "input", "store"], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ReplayPart:
     """Operators that backward runs again together.
 
     Attributes:
@@ -68,7 +68,7 @@ class Split:
     """A block's graph for forward, and what backward runs again.
 
     Attributes:
-        forward: runs the graph; it reads the call and the inputs of the block, and returns the result and the held values.
+        forward: runs the graph; it reads the call and the block's inputs, and returns the result and the held values.
         ways: for each tensor that autograd saves between `enter` and `leave`, in order, what happens with it.
         numbers_only: whether autograd gets a number for each of them.
         saved: the places of these tensors among all that autograd saves.
@@ -86,7 +86,7 @@ class Split:
     numbers_only: bool
     saved: tuple[int, ...]
     sources: tuple[Source | None, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ReplayPart, ...]
     inputs: tuple[int, ...]
     held: tuple[fx.Node, ...]
     learns: tuple[bool, ...]
@@ -94,30 +94,59 @@ class Split:
     blanks: tuple[str, ...]
 
 
-def split(module: fx.GraphModule, run: SavingRun, fates: Fates, ends_early: bool = True) -> Split:
+@dataclass(frozen=True)
+class Operators:
+    """What the nodes of a block are, before a later pass calls torch's Python functions in their place.
+
+    Attributes:
+        by_name: name of a node -> its operator.
+        drawing: the names of nodes that draw random numbers.
+    """
+
+    by_name: Mapping[str, Any]
+    drawing: frozenset[str]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Operators:
+        """Returns what the nodes of a graph are."""
+        by_name = {node.name: node.target for node in graph.nodes if node.op == "call_function"}
+        return cls(by_name, frozenset(node.name for node in graph.nodes if draws(node)))
+
+    def is_view(self, node: fx.Node) -> bool:
+        """True for an operator that writes nothing, so that it may run again on memory that is not its own."""
+        # A node that came later is one of several views of a tensor: `python_calls.py`.
+        target = self.by_name.get(node.name)
+        if isinstance(target, OpOverload):
+            return not target._schema.is_mutable
+        # `fresh` lets a sum write into its operand, and a copy into its gradient: `in_place.py`.
+        return target is copy or not node.kwargs.get("fresh")
+
+
+def split(module: fx.GraphModule, operators: Operators, run: SavingRun, fates: Fates, ends_early: bool = True) -> Split:
     """Returns a block's graph for forward, and what backward runs again.
 
     Args:
+        operators: what the nodes of the graph are.
         run: a run of the block, which tells what autograd saves.
         ends_early: whether operators whose results backward does not need are left out.
     """
-    return _Splitting(module, run, fates).result(ends_early)
+    return _Splitting(module, operators, run, fates).result(ends_early)
 
 
 class _Splitting:
     """What `split` knows of a block: the way of each saved tensor, and what can be read in backward."""
 
-    def __init__(self, module: fx.GraphModule, run: SavingRun, fates: Fates) -> None:
-        self.run, self.fates = run, fates
+    def __init__(self, module: fx.GraphModule, operators: Operators, run: SavingRun, fates: Fates) -> None:
+        self.operators, self.run, self.fates = operators, run, fates
         self.nodes = list(module.graph.nodes)
         self.by_name = {node.name: node for node in self.nodes}
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.places = {n: i for i, n in enumerate(n for n in self.nodes if n.op == "placeholder")}
-        self.drawing = [node for node in self.nodes if draws(node)]
+        self.drawing = [node for node in self.nodes if node.name in operators.drawing]
         self.regions = {n for n in self.nodes if n.target in (enter_autocast, exit_autocast)}
         self.writers: dict[str, list[fx.Node]] = {}
         for node in self.nodes:
-            if self.maker(node) not in (None, node.name) and not _is_view(node):
+            if self.maker(node) not in (None, node.name) and not operators.is_view(node):
                 self.writers.setdefault(str(self.maker(node)), []).append(node)
         self.ways = [self._way(saved) for saved in run.saved]
 
@@ -131,10 +160,11 @@ class _Splitting:
     def _way(self, saved: Saved) -> Way:
         fate, plain = saved.fate(self.fates), saved.index not in self.run.irregular
         node = self.by_name[saved.node]
+        target = self.operators.by_name.get(node.name)
         if self._is_input(saved.origin):
             same = plain and self.run.geometries[str(saved.origin)].dtype == saved.dtype
             return "input" if same else "kept"
-        if fate == "bits" and saved.origin is None and operator_of(node) in MASKS and node in self.drawing:
+        if fate == "bits" and saved.origin is None and target in MASKS and node in self.drawing:
             return "mask"
         if fate == "recompute" or (fate == "host" and plain and saved.bytes):
             return fate
@@ -152,7 +182,7 @@ class _Splitting:
         if self.is_dropped(node):
             return False
         made = {node.name, node.args[0].name if node.target is operator.getitem else node.name}  # type: ignore[union-attr]
-        return self.maker(node) in made or not _is_view(node)
+        return self.maker(node) in made or not self.operators.is_view(node)
 
     def needed(self, targets: list[fx.Node]) -> set[fx.Node]:
         """Returns the operators that must run so that these have run."""
@@ -269,14 +299,14 @@ class _Parts:
         self.held: list[fx.Node] = []
         self.blanks: list[str] = []
 
-    def part(self, nodes: set[fx.Node], on_any_operand: bool) -> Part:
+    def part(self, nodes: set[fx.Node], on_any_operand: bool) -> ReplayPart:
         """Returns a part. on_any_operand: what it reads may have any values: it is run for a mask."""
         of = self.of
         ordered = sorted(nodes | of.regions, key=of.order.__getitem__)
         reads = dict.fromkeys(n for node in ordered for n in node.all_input_nodes if n not in nodes | of.regions)
         graph = fx.Graph()
         call, env = graph.placeholder("call"), dict[fx.Node, fx.Node]()
-        blanks = [node.args[0] for node in nodes if on_any_operand]
+        blanks = [node.all_input_nodes[0] for node in nodes if on_any_operand]
         inputs = [n for n in reads if n.op == "placeholder" and n not in blanks]
         held = [n for n in reads if n.op != "placeholder" and n not in blanks]
         env |= {n: graph.placeholder(n.name) for n in (*inputs, *held)}
@@ -291,11 +321,11 @@ class _Parts:
         graph.output(tuple(_item(graph, env[node], place) for node, place in by_output.values()))
         self.held += [n for n in held if n not in self.held]
         saved = [t for t in of.run.saved if of.by_name[t.node] in nodes]
-        wanted = "mask" if on_any_operand else "recompute"
-        return Part(
+        wanted = ("mask" if on_any_operand else "recompute"), "input"
+        return ReplayPart(
             run=fx.GraphModule(nn.Module(), graph).forward, inputs=tuple(of.places[n] for n in inputs),
             held=tuple(map(self.held.index, held)),
-            by_hook=tuple(self.numbers.get(t.index, -1) if of.ways[t.index] in (wanted, "input") else -1 for t in saved),
+            by_hook=tuple(self.numbers.get(t.index, -1) if of.ways[t.index] in wanted else -1 for t in saved),
             by_output=tuple(by_output), draws=any(node in nodes for node in of.drawing),
         )  # fmt: skip
 
@@ -312,8 +342,3 @@ class _Parts:
 
 def _item(graph: fx.Graph, value: fx.Node, place: int | None) -> fx.Node:
     return value if place is None else graph.call_function(operator.getitem, (value, place))
-
-
-def _is_view(node: fx.Node) -> bool:
-    """True for an operator that writes nothing, so that it may run again on memory that is not its own."""
-    return node.target is operator.getitem or (isinstance(operator_of(node), OpOverload) and not writes(node))

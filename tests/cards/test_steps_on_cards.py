@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cards.pretend import has_priority
-from cards.spies import host_waits
+from cards.spies import host_waits, pinned_requests
 from errors import message
 from ranks import Checks, run_ranks, shared
 from small_models import gpt
@@ -125,6 +125,36 @@ def a_call_takes_a_batch_of_the_cpu(rank: int, n: int) -> None:
     other = given[0]["x"].clone().requires_grad_()
     whole({"x": other, "masks": given[0]["masks"]}, given[1])["y"].sum().backward()
     torch.testing.assert_close(leaf.grad, other.grad)
+
+
+# ---- kept values on the host
+
+
+@checks.on(2)
+def values_on_the_host_are_copied_without_a_wait(rank: int, n: int) -> None:
+    """Gradients are those without copies; pinned memory is asked for, and free again after backward and without one."""
+    whole, x = gpt(seed=0, n_layer=2, **SMALL).double().cuda(), batch(0)
+    x = {name: value.cuda() for name, value in x.items()}
+    gradients = []
+    for fate in ("keep", "host"):
+        with patch("autotp.passes.emit.recompute.scores", lambda graph, fate=fate: _everywhere(graph, fate)):
+            cut: Any = autotp.parallelize(copy.deepcopy(whole), n, recompute="selective")
+            for _ in range(3):
+                cut.zero_grad()
+                cut(**x).backward()
+            with host_waits() as traffic, pinned_requests() as sizes:
+                cut.zero_grad()
+                loss = cut(**x)
+                del loss  # A graph that is dropped without a backward.
+                cut(**x).backward()
+            assert not traffic.waits and bool(sizes) == (fate == "host")
+            assert (traffic.count("async copy to the host") > 10) == (fate == "host")
+            gradients.append([p.grad for p in cut.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def _everywhere(graph: Any, fate: str) -> dict[str, str]:
+    return {node.name: fate for node in graph.nodes if node.op == "call_function"}
 
 
 # ---- gradients of replicas

@@ -50,6 +50,7 @@ PAGES = (
     "from_others",
     "options",
     "long_sequences",
+    "memory",
     "attention",
     "questions",
     "works_with",

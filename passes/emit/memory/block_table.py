@@ -34,7 +34,7 @@ SMALLER = {torch.bool: 8, torch.int64: 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Value:
+class BlockValue:
     """The memory that an operator of a block makes, with all that lies in it.
 
     Attributes:
@@ -78,7 +78,7 @@ class BlockTable:
         results: what the block returns: the value that it lies in, or the input; in order.
     """
 
-    values: Mapping[str, Value]
+    values: Mapping[str, BlockValue]
     inputs: frozenset[str]
     results: tuple[str, ...]
 
@@ -212,7 +212,7 @@ class TableRun(SavingRun):
             if name in inputs:
                 continue
             saves = saved_by_value.get(name, {}).values()
-            values[name] = Value(
+            values[name] = BlockValue(
                 name=name, node=row.node, reads=tuple(x for x in row.reads if x not in inputs),
                 inputs=tuple(x for x in row.reads if x in inputs), seconds=row.seconds, collectives=row.collectives,
                 others=tuple(row.others), made=sum(row.memories.values()), kept=sum(x.bytes for x in saves),

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from autotp.costs.hardware import Hardware
 from autotp.passes.emit.kept_values import Fate, Fates
-from autotp.passes.emit.memory.block_table import BlockTable, Kept, Value
+from autotp.passes.emit.memory.block_table import BlockTable, BlockValue, Kept
 
 COLLECTIVE = 100.0
 """Seconds that a collective counts for in the choice, so that it runs again only where nothing else fits."""
@@ -87,9 +87,10 @@ def beside(table: BlockTable, device: Hardware, corners: Sequence[Choice]) -> li
     """
     names = [name for name, value in table.values.items() if not value.fixed]
     choices = {frozenset(corner.fates.items()): corner for corner in corners}
+    both: tuple[Fate, ...] = ("keep", "recompute")
     for corner, name in itertools.product(corners, names):
-        for fate in ("keep", "recompute"):
-            changed = {n: f for n, f in {**corner.fates, name: fate}.items() if f != "keep"}
+        for fate in both:
+            changed: dict[str, Fate] = {n: f for n, f in {**corner.fates, name: fate}.items() if f != "keep"}
             key = frozenset(changed.items())
             if key not in choices and len(choices) < MOST:
                 choices[key] = choice_of(table, changed, device)
@@ -137,7 +138,7 @@ def cheapest(table: BlockTable, device: Hardware, price: float, allowed: Collect
     return choice_of(table, fates, device)
 
 
-def _staying(value: Value, device: Hardware, price: float, allowed: Collection[Fate]) -> tuple[float, Fate]:
+def _staying(value: BlockValue, device: Hardware, price: float, allowed: Collection[Fate]) -> tuple[float, Fate]:
     """Returns the least seconds for which what autograd keeps of a value stays, and how."""
     ways: list[tuple[float, Fate]] = [(price * value.kept, "keep")]
     if value.kept and "host" in allowed:

@@ -157,7 +157,7 @@ class GraphRun(SavingRun):
     def table(self) -> GraphTable:
         """Returns the table of the graph that ran."""
         nodes = {n.name: n for n in self.module.graph.nodes}  # type: ignore[union-attr]
-        outside = {}
+        outside: dict[int, fx.Node] = {}
         for saved in self.saved:
             if saved.memory not in self.held_memories:
                 self.sizes.setdefault(saved.memory, saved.bytes)

@@ -58,8 +58,10 @@ def hints(graph: fx.Graph, inputs: Collection[str]) -> list[Tensor] | None:
     for node in graph.find_nodes(op="placeholder"):
         if node.name in inputs:
             value = node.meta.get("val")
-            sizes = [_hint(n) for n in value.shape] if isinstance(value, Tensor) else [None]
-            if None in sizes:
+            if not isinstance(value, Tensor):
+                return None
+            sizes = [size for size in map(_hint, value.shape) if size is not None]
+            if len(sizes) < value.dim():
                 return None
             tensors.append(torch.empty(sizes, dtype=value.dtype, device="meta", requires_grad=value.requires_grad))
     return tensors

@@ -111,7 +111,7 @@ class Stream:
             pretended().finish_copies_until(stream.copies)
 
     def wait_event(self, event: Any) -> None:
-        pass
+        event._arrive()  # What the stream does next may read the pinned memory; it would be later in the order.
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()

@@ -83,7 +83,10 @@ def test_an_operator_that_enters_autocast_fixes_its_block() -> None:
 
 def test_fates_are_those_of_all_operators_in_a_memory() -> None:
     table = table_of(mlp, x=some(4, 6), w=some(8, 6), v=some(3, 8))
-    assert table.of_operators({"linear_default": "recompute"}) == {"linear_default": "recompute", "view_default": "recompute"}
+    assert table.of_operators({"linear_default": "recompute"}) == {
+        "linear_default": "recompute",
+        "view_default": "recompute",
+    }
 
 
 def test_collectives_can_be_left_out_of_what_runs_again() -> None:

@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-from typing import Any
-
 import pytest
+from graphs import every_choice, random_table
 from torch import fx
 
 from autotp.costs.hardware import CPU_GLOO, H100_80GB
-from autotp.passes.emit.memory.block_table import BlockTable, Value
-from autotp.passes.emit.memory.cheapest import Choice, choice_of, closure, curve
-
-
-def kept_of(draw: random.Random, made: int) -> dict[str, Any]:
-    """What autograd keeps of a value: its memory, something internal, or nothing."""
-    kept = draw.choice([made, 0, 3 * 10**6])
-    return {"kept": kept, "smaller": kept, "inside": kept != made}
-
-
-def random_table(seed: int, count: int = 9) -> BlockTable:
-    """A block of random values, each of which reads up to two earlier ones."""
-    draw, graph, values = random.Random(seed), fx.Graph(), {}
-    for i in range(count):
-        reads = tuple(f"v{j}" for j in draw.sample(range(i), min(i, draw.randint(0, 2))))
-        made = draw.choice([1, 2, 4, 8]) * 10**6
-        values[f"v{i}"] = Value(
-            name=f"v{i}", node=graph.placeholder(f"v{i}"), reads=reads, inputs=() if reads else ("x",),
-            seconds=draw.choice([5, 20, 300]) * 1e-6, made=made, **kept_of(draw, made), fixed=draw.random() < 0.1,
-        )  # fmt: skip
-    return BlockTable(values=values, inputs=frozenset(), results=())
-
-
-def every_choice(table: BlockTable) -> list[Choice]:
-    """Every set of values that may be computed again."""
-    names = [name for name, value in table.values.items() if not value.fixed]
-    sets = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
-    return [choice_of(table, dict.fromkeys(names, "recompute"), CPU_GLOO) for names in sets]
+from autotp.passes.emit.memory.block_table import BlockTable, BlockValue
+from autotp.passes.emit.memory.cheapest import closure, curve
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -52,14 +23,14 @@ def test_corners_of_the_curve_are_the_fastest_choices_for_their_bytes(seed: int)
 
 
 def test_a_curve_moves_values_to_the_host_where_that_is_faster() -> None:
-    value = Value(name="v", node=fx.Graph().placeholder("v"), seconds=1.0, made=10**6, kept=10**6, smaller=10**6)
+    value = BlockValue(name="v", node=fx.Graph().placeholder("v"), seconds=1.0, made=10**6, kept=10**6, smaller=10**6)
     table = BlockTable(values={"v": value}, inputs=frozenset(), results=())
     assert [dict(choice.fates) for choice in curve(table, H100_80GB, ("recompute", "host"))] == [{}, {"v": "host"}]
     assert [dict(choice.fates) for choice in curve(table, H100_80GB, ("recompute",))] == [{}, {"v": "recompute"}]
 
 
 def test_a_curve_keeps_masks_in_bits_before_it_computes_again() -> None:
-    value = Value(name="v", node=fx.Graph().placeholder("v"), seconds=1.0, made=10**6, kept=10**6, smaller=125_000)
+    value = BlockValue(name="v", node=fx.Graph().placeholder("v"), seconds=1.0, made=10**6, kept=10**6, smaller=125_000)
     table = BlockTable(values={"v": value}, inputs=frozenset(), results=())
     corners = curve(table, H100_80GB, ("recompute", "bits"))
     assert [(dict(choice.fates), choice.bytes) for choice in corners] == [
@@ -69,8 +40,8 @@ def test_a_curve_keeps_masks_in_bits_before_it_computes_again() -> None:
 
 def test_collectives_run_again_last() -> None:
     node = fx.Graph().placeholder("v")
-    summed = Value(name="a", node=node, seconds=1e-6, collectives=1, made=10**6, kept=10**6, smaller=10**6)
-    slow = Value(name="b", node=node, seconds=1e-3, made=10**5, kept=10**5, smaller=10**5)
+    summed = BlockValue(name="a", node=node, seconds=1e-6, collectives=1, made=10**6, kept=10**6, smaller=10**6)
+    slow = BlockValue(name="b", node=node, seconds=1e-3, made=10**5, kept=10**5, smaller=10**5)
     table = BlockTable(values={"a": summed, "b": slow}, inputs=frozenset(), results=())
     first, *_, last = curve(table, CPU_GLOO, ("recompute",))
     assert not first.fates and set(last.fates) == {"a", "b"}

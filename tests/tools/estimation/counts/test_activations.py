@@ -33,8 +33,9 @@ def found(
         # A GPU's fused attention keeps no weights, with dropout neither: the formulas without their 5as/h.
         ("none", False, 10 + 24 / TP),
         ("none", True, 34 / TP),
-        ("selective", False, 10 + 24 / TP),
-        ("selective", True, 34 / TP),
+        # Where that attention runs again for its mask, its output comes with it.
+        ("selective", False, 10 + 22 / TP),
+        ("selective", True, 32 / TP),
         ("full", False, 2),
     ],
     ids=["tp", "sp", "tp-selective", "sp-selective", "full"],
@@ -87,7 +88,7 @@ def test_recomputed_blocks_run_when_the_logits_are_gone(vocab: int, monkeypatch:
     pieces = found("full", vocab=vocab)
     logits = stage_memory(pieces.pieces, pieces).logits
     block, head = (own_peaks(pieces.records[i])["backward"] for i in (1, -1))
-    assert head == pytest.approx(block if vocab == 512 else 1.5 * logits, rel=0.02)  # Their gradient is in bfloat16.
+    assert head == pytest.approx(block if vocab == 512 else 1.5 * logits, rel=0.03)  # Their gradient is in bfloat16.
 
 
 def test_pieces_behind_the_running_one_keep_nothing_in_backward() -> None:

@@ -5,78 +5,21 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+from fates import CASES, GRAPH, every, operands, step
 from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotp.ops.dropout import fast_dropout
 from autotp.ops.random_state import random_state_of
-from autotp.passes.emit.kept_values import Fate, Fates
+from autotp.passes.emit.kept_values import Fates, saved_by_node
 from autotp.passes.emit.recomputed import Recomputed
 
 aten = torch.ops.aten
-
-
-def layer(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    """Attention of one head with dropout, and a gated MLP that chooses columns; x: [batch seq 8], w, v: [8 8]."""
-    normed = aten.layer_norm.default(x, [8])
-    query, key = aten.linear.default(normed, w), aten.linear.default(normed, v)
-    scores = aten.matmul.default(query, aten.transpose.int(key, 1, 2))
-    masked = aten.masked_fill.Scalar(scores, aten.gt.Scalar(scores, 2.0), 0.5)
-    weights = aten.dropout.default(aten.softmax.int(masked, -1), 0.3, True)
-    mixed = aten.add.Tensor(aten.matmul.default(weights, aten.view.default(normed, x.shape)), x)
-    gate = fast_dropout(aten.gelu.default(aten.linear.default(mixed, w)), 0.2, 1)
-    best = aten.topk.default(gate, 5)
-    up = aten.mul.Tensor(best[0], aten.gather.default(aten.linear.default(mixed, v), -1, best[1]))
-    again = aten.dropout.default(aten.sigmoid.default(up), 0.1, True)
-    return aten.cat.default([aten.add.Tensor(again, up), aten.narrow.default(mixed, -1, 5, 3)], -1)
-
-
-fx.wrap("fast_dropout")
-GRAPH = fx.symbolic_trace(layer)
-NAMES = [node.name for node in GRAPH.graph.nodes if node.op == "call_function"]
-
-
-def every(fate: Fate, *names: str) -> Fates:
-    """The fate for all operators, or for those whose name starts like this."""
-    return {name: fate for name in NAMES if not names or name.startswith(names)}
-
-
-CASES: Mapping[str, Fates] = {
-    "full": every("recompute"),
-    "host": every("host"),
-    "bits": every("bits"),
-    "none": {},
-    "scores": every("recompute", "matmul", "masked", "softmax", "dropout", "gt"),
-    "between": every("recompute", "gelu", "sigmoid", "mul", "layer_norm"),
-    "last dropout": every("recompute", "dropout_default_1"),
-    "first dropout": every("recompute", "dropout_default", "softmax"),
-    "masks as seeds": every("bits", "dropout", "fast_dropout"),
-    "three ways": every("host", "linear") | every("recompute", "gelu", "softmax", "matmul") | every("bits", "gt", "topk"),
-    "host and again": every("host", "linear_default", "layer_norm") | every("recompute", "gelu", "softmax", "matmul"),
-    "alternately": {name: ("recompute", "keep", "host", "bits")[i % 4] for i, name in enumerate(NAMES)},
-    "alternately, from another": {name: ("keep", "recompute", "bits", "recompute")[i % 4] for i, name in enumerate(NAMES)},
-}  # fmt: skip
-
-
-def operands(*sizes: int, dtype: torch.dtype = torch.float64, frozen: bool = False) -> list[Tensor]:
-    torch.manual_seed(sum(sizes))
-    xs = [torch.randn(*shape, dtype=dtype) for shape in (sizes, (8, 8), (8, 8))]
-    return [x.requires_grad_(not frozen or i != 1) for i, x in enumerate(xs)]
-
-
-def step(run: Callable[..., Tensor], xs: list[Tensor]) -> list[Any]:
-    """The result, the gradients, and the next random number."""
-    torch.manual_seed(3)
-    y = run(*xs)
-    torch.rand(2)  # Others draw between forward and backward.
-    grads = torch.autograd.grad(y.square().sum(), [x for x in xs if x.requires_grad])
-    return [y.detach(), *grads, torch.rand(())]
 
 
 @pytest.mark.parametrize("fates", CASES.values(), ids=CASES)
@@ -215,3 +158,29 @@ def test_fates_free_everything_after_backward_and_without_one() -> None:
                 assert alive == []
             finally:
                 gc.enable()
+
+
+# ---- what autograd saves
+
+
+def block(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """x: [n s 8], w: [8 8], v: [8 8] -> [n s 8]"""
+    hidden = aten.gelu(aten.linear(x, w)).flatten(0, 1)
+    weights = aten.softmax(aten.dropout(hidden, 0.5, True), -1)
+    return aten.linear(weights, v).unflatten(0, x.shape[:2])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "fake"])
+def test_saved_by_node_names_the_maker_of_each_memory(device: str) -> None:
+    """Through views; softmax saves its own output, and dropout a mask that is nobody's output."""
+    with FakeTensorMode() if device == "fake" else torch.device(device):
+        xs = [torch.randn(*shape, requires_grad=True) for shape in ((2, 3, 8), (8, 8), (8, 8))]
+        saved = saved_by_node(fx.symbolic_trace(block), xs)
+    assert [(x.node, x.origin, x.bytes) for x in saved] == [
+        ("linear", "w", 256), ("linear", "x", 192), ("gelu", "linear", 192), ("dropout", None, 192),
+        ("softmax", "softmax", 192), ("linear_1", "v", 256), ("linear_1", "softmax", 192),
+    ]  # fmt: skip
+    assert len({x.memory for x in saved}) == 6 and [x.index for x in saved] == list(range(7))
+    assert [x.fate({"dropout": "bits", "softmax": "host"}) for x in saved] == [
+        "keep", "keep", "keep", "bits", "host", "keep", "host"
+    ]  # fmt: skip

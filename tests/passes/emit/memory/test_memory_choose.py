@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from test_cheapest import every_choice, random_table
+from graphs import every_choice, random_table
 
 from autotp.costs.hardware import CPU_GLOO
 from autotp.passes.emit.memory.block_table import BlockTable
