@@ -84,9 +84,7 @@ def memory_plan(module: fx.GraphModule) -> MemoryPlan | None:
     )  # fmt: skip
 
 
-def report(
-    analysis: Program, model: str, first: fx.Graph | None = None, emitted: fx.GraphModule | None = None
-) -> Plan:
+def report(analysis: Program, model: str, first: fx.Graph | None = None, emitted: fx.GraphModule | None = None) -> Plan:
     """Returns the plan of an analysed model.
 
     Args:

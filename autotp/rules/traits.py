@@ -49,9 +49,7 @@ def draws(node: fx.Node) -> bool:
     arguments = arguments_of(node)
     idle = arguments.get("train", True) is False, arguments.get("training", True) is False
     # `dropout` with p=0 returns its input, and `native_dropout` draws its mask all the same.
-    nothing = (
-        operator is not torch.ops.aten.native_dropout.default and "train" in arguments and arguments.get("p") == 0
-    )
+    nothing = operator is not torch.ops.aten.native_dropout.default and "train" in arguments and arguments.get("p") == 0
     return not (any(idle) or nothing or arguments.get("dropout_p") == 0)
 
 

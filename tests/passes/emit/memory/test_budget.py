@@ -162,3 +162,14 @@ def test_a_stage_of_a_pipeline_keeps_several_microbatches() -> None:
     one, three = Allowance(memory="2GB"), Allowance(memory="2GB", calls=3)
     assert three.measure(whole.table, whole.whole) - one.measure(whole.table, whole.whole) == 2 * whole.kept_without
     assert Allowance(memory=1000, fixed=400, share=0.5).limit(whole.table, whole.whole) == 300
+
+
+def test_the_plan_shows_what_a_budget_did() -> None:
+    tokens = torch.randint(0, 64, (4, 16))
+    plan = autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory="50%").plan
+    assert plan.memory is not None and plan.memory.kept <= 0.5 * plan.memory.kept_without
+    text = f"{plan}"
+    assert "memory      50%: a call keeps" in text and "the next gigabyte would save" in text
+    rows = {row.at.split("  ")[0]: row for row in plan.memory.largest}
+    assert any("recompute" in row.done and row.staying < row.bytes for row in rows.values())
+    assert all(at.startswith("gpt.py:") for at in rows)
