@@ -336,10 +336,11 @@ def _whole_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
 def _kept_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """Returns the rows of the table of the largest values under a budget."""
     rows = () if plan.memory is None else plan.memory.largest
-    return tuple(
-        (row.at, *map(bytes_text, (row.bytes, row.staying)), ", ".join(f"{n} {fate}" for fate, n in row.done.items()))
-        for row in rows
-    )
+    return tuple((row.at, bytes_text(row.bytes), bytes_text(row.staying), _done(row)) for row in rows)
+
+
+def _done(row: KeptRow) -> str:
+    return ", ".join(f"{count} {fate}" for fate, count in row.done.items())
 
 
 def _memory_lines(memory: MemoryPlan) -> Iterator[str]:

@@ -47,7 +47,7 @@ from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import Owner, module_at, place_in, value_at
-from autotp.passes.emit.memory.budget import on_device
+from autotp.passes.emit.memory.budget import on_device as budget_on
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.passes.program.emitted import Seat
@@ -251,7 +251,7 @@ class Trainer(InGraphs, HasHoldings):
         self.late, self._facts = LateFacts(), StepFacts(0, Fingerprint())
         self.mesh, self.steps, self._calls, self._scaler = mesh, 0, 0, scaler
         self.place = groups.with_sequences(make_mesh(None, mesh["tp"]), mesh)
-        training = replace(training, memory=on_device(training.memory, self.place.device))
+        training = replace(training, memory=budget_on(training.memory, self.place.device))
         self._training = training
         self.everyone = groups.world_mesh(self.place, mesh, timeout)
         self.files, self.saving, self.thread = new_group(None, timeout, "files", "gloo"), None, None

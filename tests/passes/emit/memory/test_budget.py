@@ -87,6 +87,30 @@ def expect_same_numbers(
             assert choice.chosen.collectives == 0 or memory in ("50%", "30%")
 
 
+@checks.on(2)
+def stages_of_a_pipeline_choose_each_for_itself(rank: int, n: int) -> None:
+    """The same gradients in steps of two sizes; the first stage keeps two microbatches."""
+    torch.manual_seed(0)
+    whole, x = gpt(n_head=4, n_embd=32).double(), torch.randint(0, 97, (4, 16))
+    expected: list[Tensor] = []
+    for memory in (None, "50%", "2GB"):
+        trainer = autotp.distribute(
+            copy.deepcopy(whole), pp=n, microbatches=2, example_inputs=(x[:2], x[:2]), memory=memory
+        )
+        values: list[Tensor] = []
+        for batch in (x, x[:, :8], x):
+            trainer.step(batch, batch)
+            values += [p.grad.clone() for p in trainer.parameters() if p.grad is not None]
+        expected = expected or values
+        for value, reference in zip(values, expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=0, atol=0)
+        if memory is not None:
+            (stage,) = trainer._pipelines[0].stages.values()
+            budget = budget_of(stage.module)
+            assert budget is not None and budget.latest is not None and budget.allowance.calls == n - rank
+            assert (budget.latest.kept < budget.latest.kept_without) == (memory == "50%")
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("n", "name"), checks.cases())
 def test_on_ranks(n: int, name: str) -> None:
@@ -138,3 +162,14 @@ def test_a_stage_of_a_pipeline_keeps_several_microbatches() -> None:
     one, three = Allowance(memory="2GB"), Allowance(memory="2GB", calls=3)
     assert three.measure(whole.table, whole.whole) - one.measure(whole.table, whole.whole) == 2 * whole.kept_without
     assert Allowance(memory=1000, fixed=400, share=0.5).limit(whole.table, whole.whole) == 300
+
+
+def test_the_plan_shows_what_a_budget_did() -> None:
+    tokens = torch.randint(0, 64, (4, 16))
+    plan = autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory="50%").plan
+    assert plan.memory is not None and plan.memory.kept <= 0.5 * plan.memory.kept_without
+    text = f"{plan}"
+    assert "memory      50%: a call keeps" in text and "the next gigabyte would save" in text
+    rows = {row.at.split("  ")[0]: row for row in plan.memory.largest}
+    assert any("recompute" in row.done and row.staying < row.bytes for row in rows.values())
+    assert all(at.startswith("gpt.py:") for at in rows)
