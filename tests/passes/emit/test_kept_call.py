@@ -11,7 +11,7 @@ import pytest
 import torch
 from fates import CASES, GRAPH, operands, step
 from ranks import Checks
-from small_models import gpt, tokens
+from small_models import Mixture, gpt, tokens
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -195,7 +195,7 @@ WAYS = "recompute", "keep", "host", "bits", "recompute"
 
 
 def mixed(start: int) -> Callable[[fx.Graph], Fates]:
-    """Each operator of a block has another fate than the one before it."""
+    """Each operator of a block has another fate than the one before it; ranks with equal parts have the same graph."""
 
     def fates(graph: fx.Graph) -> Fates:
         names = [node.name for node in graph.nodes if node.op == "call_function"]
@@ -230,12 +230,35 @@ def expect_gradients_of_one_device(whole: nn.Module, n: int, batches: list[tuple
 
 @checks.on(2, 3)
 def mixed_fates_have_the_gradients_of_one_device(rank: int, n: int) -> None:
-    """With dropout; along the sequence as well."""
+    """With dropout; along the sequence as well, and with halves of a batch that take turns."""
     torch.manual_seed(0)
     batches = [tokens(*sizes) for sizes in ((2, 6), (2, 6), (4, 5), (2, 6))]
-    for options in ({}, {"sequence_parallel": True}):
-        whole = gpt(seed=0, n_head=3, n_embd=12, dropout=0.1).double()
+    for options in ({}, {"sequence_parallel": True}, {"overlap": "batch"}):
+        whole = gpt(seed=0, n_head=6, n_embd=12, dropout=0.1 if "overlap" not in options else 0.0).double()
         expect_gradients_of_one_device(whole, n, batches, **options)
+
+
+@checks.on(2)
+def mixed_fates_of_experts_have_the_gradients_of_one_device(rank: int, n: int) -> None:
+    """Grouped products, and indices that a router chooses."""
+    torch.manual_seed(0)
+    whole = Layers(Mixture(), Mixture()).double()
+    batches = [(torch.randn(size, 8, dtype=torch.float64),) for size in (12, 7, 12)]
+    expect_gradients_of_one_device(whole, n, batches)
+
+
+class Layers(nn.Module):
+    """Numbered modules, one after another."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens 8]"""
+        for layer in self.h:
+            x = layer(x)
+        return x
 
 
 @pytest.mark.timeout(300)
