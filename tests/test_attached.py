@@ -92,15 +92,15 @@ OF_THE_PROCESS = {
     },
     "what extensions add: values of options, and rows of tables": {
         "diagnostics.lockstep.COLLECTIVES", "extensions._REGISTERED", "passes.builder.SIZES",
-        "passes.check.erase.FORMS", "passes.emit.python_calls.BEFORE_CALLS", "passes.emit.python_calls.PYTHON_CALLS",
-        "passes.lower.localize.FORMS", "rules.table.ROWS",
+        "passes.check.erase.FORMS", "passes.check.sequence_order.IN_ORDER", "passes.emit.python_calls.BEFORE_CALLS",
+        "passes.emit.python_calls.PYTHON_CALLS", "passes.lower.localize.FORMS", "rules.table.ROWS",
     },
     "the region that a thread is in: a region within another has its own": {
         "display.progress._of_threads", "errors._calls", "groups.one_thread._users",
         "integrations.loops.accelerate_state._shown", "integrations.transformers.adapters._making",
-        "integrations.transformers.adapters._saved", "ops.coalesced._at_once", "passes.emit.kept_call.recomputations",
-        "passes.capture.guards.looks._looking", "passes.capture.repeats.record.CALLS",
-        "passes.capture.replacements.opaque._recording",
+        "integrations.transformers.adapters._saved", "ops.coalesced._at_once",
+        "passes.emit.kept_values.kept_call.recomputations", "passes.capture.guards.looks._looking",
+        "passes.capture.repeats.record.CALLS", "passes.capture.replacements.opaque._recording",
     },
     "the live models of the process, and what is put back in torch after the last one": {
         "distributed.live_models._models", "distributed.live_models._undo",
@@ -108,14 +108,16 @@ OF_THE_PROCESS = {
     "of the call that runs: its graph begins with forgetting it": {
         "integrations.attention_kernels.flex.flex_attention._BLOCKS"
     },
-    "of one backward": {"ops.coalesced._before", "ops.coalesced._waits_of_run", "passes.emit.kept_call._latest"},
+    "of one backward": {
+        "ops.coalesced._before", "ops.coalesced._waits_of_run", "passes.emit.kept_values.kept_call._latest",
+    },
     "what other ranks have told, by numbers that no two meshes share": {
         "distributed.peers.in_step._first", "distributed.peers.in_step._progress",
         "runtime.torch_hooks.interrupted._passed", "runtime.torch_hooks.interrupted._waiting",
     },
     "of the process as the system sees it: its card, its sockets and locked files": {
         "checkpoint.files.folder_lock.HELD", "distributed.peers.links._open",
-        "distributed.peers.never_ending._captures", "ops.stores._streams",
+        "distributed.peers.never_ending._captures", "passes.emit.kept_values.stores._streams",
     },
     "looked at in each collective or call, so without `attached`; an entry names its group, which is compared": {
         "groups.failures.uncompared", "groups.process_group._backends", "passes.capture.pytree._SPECS",

@@ -54,7 +54,7 @@ class Work(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
-        before, after = tensors_in((args, kwargs)), tensors_in(results)
+        before, after = nested_tensors((args, kwargs)), nested_tensors(results)
         if func.namespace == "_c10d_functional":
             self._communicate(func, before, after, args)
         elif not is_free(func) and not _is_view(func, before, after):
@@ -66,7 +66,7 @@ class Work(TorchDispatchMode):
         if name not in COLLECTIVES:  # A wait.
             return
         ranks = _resolve_process_group(args[-1]).size()
-        whole = max(sum(map(bytes_of, before)), sum(map(bytes_of, after)))
+        whole = max(sum(map(bytes_moved, before)), sum(map(bytes_moved, after)))
         group = RankGroup(size=ranks, stride=1)
         self.seconds += collective_seconds(COLLECTIVES[name], whole, group, self.device)
         self.collectives += 1
@@ -75,8 +75,8 @@ class Work(TorchDispatchMode):
         shape, flops, share = work_of(func, args, kwargs, out)
         op = Op(
             name=func.overloadpacket.__name__, kind=kind_of(func), phase="forward", shape=shape, flops=flops,
-            share=share, reads=tuple(Touch(0, bytes_of(x)) for x in before),
-            writes=tuple(Touch(0, bytes_of(x)) for x in after), dtype=(after or before)[0].dtype,
+            share=share, reads=tuple(Touch(0, bytes_moved(x)) for x in before),
+            writes=tuple(Touch(0, bytes_moved(x)) for x in after), dtype=(after or before)[0].dtype,
             arithmetic=arithmetic_of(func.overloadpacket, kwargs),
         )  # fmt: skip
         self.seconds += op_seconds(op, self.device)
@@ -88,15 +88,15 @@ def _is_view(func: Any, before: list[Tensor], after: list[Tensor]) -> bool:
     return not func._schema.is_mutable and all(x.untyped_storage()._cdata in memories for x in after)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def nested_tensors(value: Any) -> list[Tensor]:
     """Returns the tensors in nested lists, tuples and dicts, as arguments and results of operators are, in order."""
     if isinstance(value, Tensor):
         return [value]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [x for part in parts for x in tensors_in(part)]
+    return [x for part in parts for x in nested_tensors(part)]
 
 
-def bytes_of(x: Tensor) -> int:
+def bytes_moved(x: Tensor) -> int:
     """Returns the bytes that an operator moves for a tensor: an expanded tensor is read once."""
     return min(x.nbytes, x.untyped_storage().nbytes())
 

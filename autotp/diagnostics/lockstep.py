@@ -24,8 +24,8 @@ from autotp.ops.custom_vjp import Vjp
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
 from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, places
+from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.passes.emit.rank_program import RankProgram
-from autotp.passes.emit.recomputed import Recomputed
 from autotp.passes.program.program import Program
 from autotp.sharding.partition import chunk_sizes, chunk_stop
 from autotp.sharding.strides import laid_out, order_of_dimensions

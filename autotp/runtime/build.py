@@ -25,7 +25,7 @@ from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import expect_copyable, skeleton_of
-from autotp.passes.emit.memory.budget import on_device
+from autotp.passes.emit.memory.budget import budget_on
 from autotp.passes.program.program import CallState
 from autotp.runtime.graph_digest import digest, same_graph
 from autotp.runtime.graph_entry import GraphEntry, prepare
@@ -51,7 +51,7 @@ def build(
     """
 
     # With cp=None the dimension `cp` of a user's own mesh decides.
-    settings = replace(settings, cp=place.cp, memory=on_device(settings.memory, place.device))
+    settings = replace(settings, cp=place.cp, memory=budget_on(settings.memory, place.device))
     if settings.recompute == "none" and settings.memory is None and library().recomputes(model):
         settings = replace(settings, recompute="full")
 

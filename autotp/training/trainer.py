@@ -47,7 +47,7 @@ from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import Owner, module_at, place_in, value_at
-from autotp.passes.emit.memory.budget import on_device as budget_on
+from autotp.passes.emit.memory.budget import budget_on
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.passes.program.emitted import Seat

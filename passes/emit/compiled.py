@@ -37,8 +37,8 @@ from autotp.passes.emit.async_tensor_parallel import (
 )
 from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.passes.emit.bind import COMMUNICATING
-from autotp.passes.emit.checkpointed import Checkpointed
-from autotp.passes.emit.recomputed import Recomputed
+from autotp.passes.emit.kept_values.checkpointed import Checkpointed
+from autotp.passes.emit.kept_values.recomputed import Recomputed
 
 OVERLAP = {
     "reorder_for_peak_memory": False,

@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 from autotp.groups.process_group import seat as seat_in
 from autotp.options import Options
 from autotp.passes.emit.bind import COMMUNICATING, bind
+from autotp.passes.emit.kept_values.recompute import recompute
 from autotp.passes.emit.memory.budget import Allowance, budget_of
 from autotp.passes.emit.memory.under_budget import hints, under_budget
-from autotp.passes.emit.recompute import recompute
 from autotp.passes.pipeline.loss_totals import TOTAL
 from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders

@@ -137,7 +137,9 @@ def values_on_the_host_are_copied_without_a_wait(rank: int, n: int) -> None:
     x = {name: value.cuda() for name, value in x.items()}
     gradients = []
     for fate in ("keep", "host"):
-        with patch("autotp.passes.emit.recompute.scores", lambda graph, fate=fate: _everywhere(graph, fate)):
+        with patch(
+            "autotp.passes.emit.kept_values.recompute.scores", lambda graph, fate=fate: _everywhere(graph, fate)
+        ):
             cut: Any = autotp.parallelize(copy.deepcopy(whole), n, recompute="selective")
             for _ in range(3):
                 cut.zero_grad()

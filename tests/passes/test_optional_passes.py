@@ -20,7 +20,7 @@ from autotp.ops.losses import cross_entropy
 from autotp.options import OPTIONAL, Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.bind import bind
-from autotp.passes.emit.recompute import recompute
+from autotp.passes.emit.kept_values.recompute import recompute
 
 aten = torch.ops.aten
 

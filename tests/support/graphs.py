@@ -10,7 +10,6 @@ import io
 import itertools
 import os
 import pickle
-import random
 import time
 import warnings
 from collections import OrderedDict
@@ -36,7 +35,6 @@ from torch.utils import _pytree as pytree
 import autotp
 from autotp import compiler
 from autotp.compiler import analyse, rank_graph
-from autotp.costs.hardware import CPU_GLOO
 from autotp.diagnostics.lockstep import COLLECTIVES
 from autotp.extensions import values_of
 from autotp.model_library import library
@@ -54,10 +52,6 @@ from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.emit.memory.block_table import BlockTable, BlockValue
-from autotp.passes.emit.memory.budget import Allowance, Budget, budget_of
-from autotp.passes.emit.memory.cheapest import Choice, choice_of
-from autotp.passes.emit.memory.under_budget import under_budget
 from autotp.passes.lower.losses import linear_cross_entropy
 from autotp.rules.registry import USER_RULES
 from autotp.runtime import executable
@@ -724,54 +718,3 @@ def beside_one_device(n: int, model: nn.Module, **options: Any) -> None:
     whole = copy.deepcopy(model)
     with small():
         train(autotp.parallelize(model, n, example_inputs=(WORD_ROWS, LABELS), **options), whole)
-
-
-# ---- blocks under a budget of memory
-
-
-def kept_of(draw: random.Random, made: int) -> dict[str, Any]:
-    """What autograd keeps of a value: its memory, something internal, or nothing."""
-    kept = draw.choice([made, 0, 3 * 10**6])
-    return {"kept": kept, "smaller": kept, "inside": kept != made}
-
-
-def random_table(seed: int, count: int = 9) -> BlockTable:
-    """A block of random values, each of which reads up to two earlier ones."""
-    draw, graph, values = random.Random(seed), fx.Graph(), {}
-    for i in range(count):
-        reads = tuple(f"v{j}" for j in draw.sample(range(i), min(i, draw.randint(0, 2))))
-        made = draw.choice([1, 2, 4, 8]) * 10**6
-        values[f"v{i}"] = BlockValue(
-            name=f"v{i}", node=graph.placeholder(f"v{i}"), reads=reads, inputs=() if reads else ("x",),
-            seconds=draw.choice([5, 20, 300]) * 1e-6, made=made, **kept_of(draw, made), fixed=draw.random() < 0.1,
-        )  # fmt: skip
-    return BlockTable(values=values, inputs=frozenset(), results=())
-
-
-def every_choice(table: BlockTable) -> list[Choice]:
-    """Every set of values that may be computed again."""
-    names = [name for name, value in table.values.items() if not value.fixed]
-    sets = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
-    return [choice_of(table, dict.fromkeys(names, "recompute"), CPU_GLOO) for names in sets]
-
-
-def two_blocks() -> fx.Graph:
-    """`gelu(linear(x, w))`, twice."""
-
-    def make(call: Any, x: Any, w: Any) -> Any:
-        for i in range(2):
-            for target, args in ((aten.linear.default, (w,)), (aten.gelu.default, ())):
-                x = call(target, x, *args)
-                x.meta["nn_module_stack"] = {"m": (f"L['self'].h.{i}", nn.Module)}
-        return x
-
-    return draft(make, x=some(4, 6), w=some(6, 6))
-
-
-def budgeted(memory: str, kept_calls: int = 1) -> tuple[fx.GraphModule, Budget]:
-    held = {"w": some(6, 6).requires_grad_()}
-    allowance = Allowance(memory=memory, calls=kept_calls)
-    module = under_budget(two_blocks(), (), allowance, torch.device("cpu"), held, {})
-    budget = budget_of(module)
-    assert budget is not None
-    return module, budget

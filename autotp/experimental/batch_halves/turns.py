@@ -23,7 +23,7 @@ from autotp.groups.process_group import seat
 from autotp.ops.coalesced import forget_running, running_sums
 from autotp.ops.collectives import copy, in_memory, reduce
 from autotp.ops.eager_mode import apply_plain, is_kept, is_plain, no_transform, waits_now
-from autotp.passes.emit.kept_call import recomputations
+from autotp.passes.emit.kept_values.kept_call import recomputations
 
 
 def start_reduce(x: Tensor, group: str | None, op: str = "sum", outside: bool = False, fresh: bool = False) -> Tensor:

@@ -25,7 +25,7 @@ from autotp.options import Options
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import named_leaves, signature_of, states
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.emit.recomputed import Recomputed
+from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.passes.lower.local_sizes import Target
 from autotp.passes.program.program import CapturedProgram, Program
 from autotp.source_location import block_of

@@ -17,15 +17,15 @@ import torch
 from torch import fx
 
 from autotp.costs.hardware import Hardware
-from autotp.costs.work import Work, tensors_in
+from autotp.costs.work import Work, nested_tensors
 from autotp.groups.process_group import seat
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
 from autotp.passes.capture.autocast_regions import enter_autocast
 from autotp.passes.emit.bind import COMMUNICATING
-from autotp.passes.emit.exact_bits import is_exact
-from autotp.passes.emit.kept_values import Fate, Fates, Saved, SavingRun
-from autotp.passes.emit.split import MASKS
+from autotp.passes.emit.kept_values.exact_bits import is_exact
+from autotp.passes.emit.kept_values.fates import Fate, Fates, SavedTensor, SavingRun
+from autotp.passes.emit.kept_values.split import MASKS
 from autotp.rules.call import operator_of
 from autotp.rules.traits import draws
 
@@ -179,7 +179,7 @@ class TableRun(SavingRun):
         if n.op == "output":
             self.results = tuple(self.origins.get(x.name, "") for x in n.all_input_nodes)
             return result
-        tensors = tensors_in(result)
+        tensors = nested_tensors(result)
         maker = self.origins.get(n.name, n.name)
         self.sources[n] = {maker: None} if tensors else reads
         row = self.rows.setdefault(maker, _Row(n))
@@ -201,7 +201,7 @@ class TableRun(SavingRun):
         """Returns the table of the block that ran."""
         rows, inputs = self.rows, {n.name for n in self.module.graph.find_nodes(op="placeholder")}  # type: ignore[union-attr, operator]
         self._nodes = {node.name: node for node in self.module.graph.nodes}  # type: ignore[union-attr]
-        saved_by_value: dict[str, dict[int, Saved]] = {}
+        saved_by_value: dict[str, dict[int, SavedTensor]] = {}
         for saved in self.saved:
             maker = saved.origin or self.origins.get(saved.node, saved.node)
             saved_by_value.setdefault(maker, {})[saved.memory] = saved
@@ -221,12 +221,12 @@ class TableRun(SavingRun):
             )  # fmt: skip
         return BlockTable(values=values, inputs=frozenset(saved_by_value) & inputs, results=self.results)
 
-    def _is_mask(self, saved: Saved) -> bool:
+    def _is_mask(self, saved: SavedTensor) -> bool:
         """True for a mask in whose place the random state before it is enough."""
         node = self._nodes[saved.node]
         return saved.origin is None and operator_of(node) in MASKS and draws(node)
 
-    def _smaller(self, saved: Saved) -> int:
+    def _smaller(self, saved: SavedTensor) -> int:
         """Returns the bytes of a kept tensor in the fate "bits"."""
         exact = is_exact(saved, self._nodes[saved.node], self.geometries) and saved.index not in self.irregular
         return 0 if self._is_mask(saved) else -(-saved.bytes // (SMALLER.get(saved.dtype, 1) if exact else 1))

@@ -23,11 +23,11 @@ from autotp.display.text_table import bytes_text
 from autotp.errors import Error
 from autotp.ops.eager_mode import no_transform
 from autotp.options import Memory, memory_limit
-from autotp.passes.emit.kept_values import Fate
+from autotp.passes.emit.kept_values.fates import Fate
+from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.passes.emit.memory.block_table import without_collectives
-from autotp.passes.emit.memory.choose import Choices, Chosen, choose
+from autotp.passes.emit.memory.choose import Choices, Chosen, choose_fates
 from autotp.passes.emit.memory.graph_table import GraphTable, SetsFates, graph_table
-from autotp.passes.emit.recomputed import Recomputed
 
 FATES: tuple[Fate, ...] = ("recompute", "host", "bits")
 GIGABYTE = 10**9
@@ -154,16 +154,16 @@ class Budget(SetsFates):
         device, allowance = hardware_at(self.device), self.allowance
         table = self._counted(inputs, device)
         allowed = FATES if self.device.type != "cpu" else ("recompute", "bits")
-        whole = choose(table, table.kept, float("inf"), device, ()).choices
+        whole = choose_fates(table, table.kept, float("inf"), device, ()).choices
         limit = allowance.limit(table, whole)
 
         def measure(choices: Choices) -> float:
             return allowance.measure(table, choices)
 
-        chosen = choose(table, measure, limit, device, allowed)
+        chosen = choose_fates(table, measure, limit, device, allowed)
         if not chosen.fits:
             raise _too_small(allowance, chosen.least, table.kept(whole))
-        more = choose(table, measure, limit + GIGABYTE, device, allowed)
+        more = choose_fates(table, measure, limit + GIGABYTE, device, allowed)
         return MemoryChoice(
             table=table, chosen=chosen, whole=whole, allowance=allowance, gigabyte=chosen.seconds - more.seconds
         )
@@ -214,7 +214,7 @@ def _too_small(allowance: Allowance, least: int, whole: int) -> Error:
     )
 
 
-def on_device(memory: Memory, device: torch.device) -> Memory:
+def budget_on(memory: Memory, device: torch.device) -> Memory:
     """Returns a budget with the bytes that "auto" means on a device: nine tenths of its memory, the same on each rank.
 
     The rest is for the driver, for buffers of process groups, and for gaps between tensors.

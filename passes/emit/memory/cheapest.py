@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autotp.costs.hardware import Hardware
-from autotp.passes.emit.kept_values import Fate, Fates
+from autotp.passes.emit.kept_values.fates import Fate, Fates
 from autotp.passes.emit.memory.block_table import BlockTable, BlockValue, Kept
 
 COLLECTIVE = 100.0
@@ -80,7 +80,7 @@ def curve(table: BlockTable, device: Hardware, allowed: Collection[Fate]) -> lis
     return corners
 
 
-def beside(table: BlockTable, device: Hardware, corners: Sequence[Choice]) -> list[Choice]:
+def neighbours(table: BlockTable, device: Hardware, corners: Sequence[Choice]) -> list[Choice]:
     """Returns the corners, and what differs from one of them in one value, without what another is better than in both.
 
     In order, from all kept to the fewest bytes.

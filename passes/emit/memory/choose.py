@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from autotp.costs.hardware import Hardware
-from autotp.passes.emit.kept_values import Fate
-from autotp.passes.emit.memory.cheapest import Choice, beside, curve
+from autotp.passes.emit.kept_values.fates import Fate
+from autotp.passes.emit.memory.cheapest import Choice, curve, neighbours
 from autotp.passes.emit.memory.graph_table import GraphTable
 
 Choices = list[Choice]
@@ -45,7 +45,7 @@ class Chosen:
         return sum(choice.after.collectives for choice in self.choices)
 
 
-def choose(
+def choose_fates(
     table: GraphTable, measure: Callable[[Choices], float], limit: float, device: Hardware, allowed: Collection[Fate]
 ) -> Chosen:
     """Returns the fastest choice with `measure(choices) <= limit`; if nothing fits, the one with the fewest bytes.
@@ -77,7 +77,7 @@ def choose(
         low, high = (low, middle) if measure(after(middle)) <= limit else (middle + 1, high)
     if not low:
         return Chosen(choices=after(0), fits=True, least=int(least))
-    ways = [beside(block, device, corners) for block, corners in zip(table.tables, curves, strict=True)]
+    ways = [neighbours(block, device, corners) for block, corners in zip(table.tables, curves, strict=True)]
     starts = [after(low), after(low - 1), *(after(count) for count in range(low + 1, min(low + 3, len(steps)) + 1))]
     refined = [_refined(table, start, ways, measure, limit) for start in starts]
     fitting = [choices for choices in refined if measure(choices) <= limit]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from autotp.costs.hardware import Hardware
-from autotp.costs.work import Work, tensors_in
-from autotp.passes.emit.kept_values import SavingRun
+from autotp.costs.work import Work, nested_tensors
+from autotp.passes.emit.kept_values.fates import SavingRun
 from autotp.passes.emit.memory.block_table import BlockTable, block_table, over_groups
 from autotp.passes.emit.memory.cheapest import Choice
 from autotp.source_location import block_of
@@ -111,7 +111,7 @@ class GraphRun(SavingRun):
         """Runs one node, and notes the sizes of what it makes."""
         self._call = n
         result = super().run_node(n)
-        for x in tensors_in(result) if n.op != "output" else []:
+        for x in nested_tensors(result) if n.op != "output" else []:
             memory = self._memory_of(x)
             self.sizes[memory] = x.untyped_storage().nbytes()
             if n.op == "placeholder" and n.name in self.held:
@@ -141,7 +141,7 @@ class GraphRun(SavingRun):
         names = [n.name for n in inner.graph.find_nodes(op="placeholder")]
         operands = {name: x for name, x in zip(names, args, strict=True) if isinstance(x, Tensor)}
         inputs = {name: self._memory_of(x) for name, x in operands.items()}
-        returned = tensors_in(result)
+        returned = nested_tensors(result)
         results = {}
         for name, x in zip((r for r in self.tables[kind].results if r), returned, strict=False):
             self.sizes[self._memory_of(x)] = x.untyped_storage().nbytes()

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autotp.passes.emit.kept_values.recompute import read_a_copy, writes_buffers
+from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.passes.emit.memory.budget import Allowance, Budget
 from autotp.passes.emit.outline import blocks, outlined
-from autotp.passes.emit.recompute import read_a_copy, writes_buffers
-from autotp.passes.emit.recomputed import Recomputed
 
 
 def under_budget(

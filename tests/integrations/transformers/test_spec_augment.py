@@ -14,7 +14,7 @@ from transformers.models.wav2vec2.modeling_wav2vec2 import _compute_mask_indices
 
 import autotp
 from autotp.integrations.transformers.spec_augment import mask_spans, masks_as_operators
-from autotp.passes.emit.recomputed import Recomputed
+from autotp.passes.emit.kept_values.recomputed import Recomputed
 
 SIZES = {
     "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "conv_dim": (8, 8),

@@ -18,9 +18,9 @@ from torch.testing._internal.distributed import fake_pg
 
 import autotp
 from autotp.ops.collectives import copy as copy_to_ranks
-from autotp.passes.emit.checkpointed import Checkpointed
 from autotp.passes.emit.compiled import OVERLAP, Compiled, _overlapping, compile_blocks
-from autotp.passes.emit.recomputed import Recomputed
+from autotp.passes.emit.kept_values.checkpointed import Checkpointed
+from autotp.passes.emit.kept_values.recomputed import Recomputed
 
 LENGTHS = (8, 7, 13, 5, 2, 16)
 """The third needs sizes that are symbols."""

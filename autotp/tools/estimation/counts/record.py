@@ -22,12 +22,12 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.costs.operators import Op, Phase, Touch, arithmetic_of, is_free, kind_of, work_of
-from autotp.costs.work import COLLECTIVES, bytes_of, tensors_in, without_processes
+from autotp.costs.work import COLLECTIVES, bytes_moved, nested_tensors, without_processes
 from autotp.ops.attention.causal_rows import causal_rows, in_own_memory
 from autotp.ops.attention.products import attention_weights
 from autotp.ops.attention.zigzag import pieces, zigzag_rows
 from autotp.ops.dropout import fast_attention, fast_dropout
-from autotp.passes.emit.recomputed import Recomputed
+from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.rules.registry import is_grouped
 from autotp.tools.estimation.counts.on_meta import call
 
@@ -336,19 +336,19 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, packet = kwargs or {}, func.overloadpacket
         results = call(func, args, kwargs)
-        before = tensors_in((args, kwargs))
+        before = nested_tensors((args, kwargs))
         if func.namespace == "_c10d_functional":
             self._communicate(func, before, results, args)
         elif not is_free(func):
             self._compute(func, packet, before, results, args, kwargs)
         else:
-            for x in tensors_in(results):
+            for x in nested_tensors(results):
                 self.memory_of(x, fresh=True)
         return results
 
     def _compute(self, func: Any, packet: Any, before: Sequence[Tensor], results: Any, args: Any, kwargs: Any) -> None:
         operand_memory = {x.untyped_storage()._cdata for x in before}
-        after = tensors_in(results)
+        after = nested_tensors(results)
         made = [x for x in after if x.untyped_storage()._cdata not in operand_memory]
         # All results have the memory of an operand, and none is written: a view.
         if not made and not func._schema.is_mutable:
@@ -356,8 +356,8 @@ class _Recorder(TorchDispatchMode):
                 self.ops.append(Op(name=str(packet).partition(".")[2], kind="view", phase=self._now()))
             return
         written = made or _written(func, args)
-        reads = [Touch(self.memory_of(x), bytes_of(x)) for x in before]
-        writes = [Touch(self.memory_of(x, fresh=x in _same(made)), bytes_of(x)) for x in written]
+        reads = [Touch(self.memory_of(x), bytes_moved(x)) for x in before]
+        writes = [Touch(self.memory_of(x, fresh=x in _same(made)), bytes_moved(x)) for x in written]
         shape, flops, share = work_of(func, args, kwargs, results)
         # On empty tensors torch starts no kernel.
         if not any(t.bytes for t in (*reads, *writes)):
@@ -374,28 +374,32 @@ class _Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__.rstrip("_")
         if name == "wait_tensor":
             number = self.memory_of(before[0])
-            for x in tensors_in(results):  # On `meta` the waiting tensor is another one; on a device it is the same.
+            for x in nested_tensors(
+                results
+            ):  # On `meta` the waiting tensor is another one; on a device it is the same.
                 self._numbers[x.untyped_storage()._cdata] = number
             # Several operators may wait for one collective: only the first one does.
             if (started := self._running.pop(number, -1)) >= 0:
                 self.ops.append(Op(name="wait", kind="wait", phase=self._now(), waits=started))
             return
         known_memory = {x.untyped_storage()._cdata for x in before}
-        after = tensors_in(results)
+        after = nested_tensors(results)
         if func._schema.is_mutable:  # As above.
             for x, out in zip(before, after, strict=True):
                 self._numbers[out.untyped_storage()._cdata] = self.memory_of(x)
             known_memory |= {x.untyped_storage()._cdata for x in after}
-        writes = [Touch(self.memory_of(x, x.untyped_storage()._cdata not in known_memory), bytes_of(x)) for x in after]
+        writes = [
+            Touch(self.memory_of(x, x.untyped_storage()._cdata not in known_memory), bytes_moved(x)) for x in after
+        ]
         # The whole tensor is the result of an all-gather, and the operand of a reduce-scatter.
-        whole = max(sum(map(bytes_of, before)), sum(map(bytes_of, after)))
+        whole = max(sum(map(bytes_moved, before)), sum(map(bytes_moved, after)))
         for touch in writes:
             self._running[touch.memory] = len(self.ops)
         group = args[-1] if isinstance(args[-1], str) else ""
         self.ops.append(
             Op(
                 name=COLLECTIVES.get(name, name), kind="collective", phase=self._now(), axis=group, size=whole,
-                reads=tuple(Touch(self.memory_of(x), bytes_of(x)) for x in before), writes=tuple(writes),
+                reads=tuple(Touch(self.memory_of(x), bytes_moved(x)) for x in before), writes=tuple(writes),
                 dtype=before[0].dtype,
             )
         )  # fmt: skip
@@ -415,4 +419,4 @@ class _same(list):
 def _written(func: Any, args: Any) -> list[Tensor]:
     """Returns the arguments that an operator writes into."""
     places = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-    return tensors_in([args[i] for i in places if i < len(args)])
+    return nested_tensors([args[i] for i in places if i < len(args)])

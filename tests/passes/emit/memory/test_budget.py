@@ -13,7 +13,7 @@ from small_models import gpt
 from torch import Tensor, nn
 
 import autotp
-from autotp.passes.emit.memory.budget import Allowance, Budget, budget_of, on_device
+from autotp.passes.emit.memory.budget import Allowance, Budget, budget_of, budget_on
 from autotp.runtime.module import executable_of
 
 checks = Checks()
@@ -139,8 +139,8 @@ def test_a_budget_that_nothing_fits_says_the_smallest() -> None:
 
 
 def test_auto_is_for_devices_with_memory_of_their_own() -> None:
-    assert on_device("50%", torch.device("cpu")) == "50%"
-    assert message(on_device, "auto", torch.device("cpu")) == (
+    assert budget_on("50%", torch.device("cpu")) == "50%"
+    assert message(budget_on, "auto", torch.device("cpu")) == (
         'memory="auto" on cpu, which shares its memory with other programs\n'
         '  try      memory="24GB", the bytes that this rank may use'
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from graphs import every_choice, random_table
+from memory.fates import every_choice, random_table
 
 from autotp.costs.hardware import CPU_GLOO
 from autotp.passes.emit.memory.block_table import BlockTable
-from autotp.passes.emit.memory.choose import choose
+from autotp.passes.emit.memory.choose import choose_fates
 from autotp.passes.emit.memory.graph_table import BlockCallRow, GraphTable
 
 MEGABYTE = 10**6
@@ -35,7 +35,7 @@ def test_choice_is_nearly_the_fastest_of_all(seed: int, part: float) -> None:
     whole = max(map(graph.kept, every))
     limit = part * whole
     fitting = [sum(choice.seconds for choice in pair) for pair in every if graph.kept(pair) <= limit]
-    chosen = choose(graph, graph.kept, limit, CPU_GLOO, ("recompute",))
+    chosen = choose_fates(graph, graph.kept, limit, CPU_GLOO, ("recompute",))
     assert chosen.fits == bool(fitting) and chosen.least == min(map(graph.kept, every))
     if fitting:
         assert graph.kept(chosen.choices) <= limit
@@ -44,9 +44,9 @@ def test_choice_is_nearly_the_fastest_of_all(seed: int, part: float) -> None:
 
 def test_of_blocks_that_are_alike_the_first_ones_give_up_more() -> None:
     graph = graph_of(random_table(3), calls=6)
-    whole = choose(graph, graph.kept, float("inf"), CPU_GLOO, ("recompute",))
+    whole = choose_fates(graph, graph.kept, float("inf"), CPU_GLOO, ("recompute",))
     assert whole.seconds == 0 and not any(choice.fates for choice in whole.choices)
-    chosen = choose(graph, graph.kept, 0.6 * graph.kept(whole.choices), CPU_GLOO, ("recompute",))
+    chosen = choose_fates(graph, graph.kept, 0.6 * graph.kept(whole.choices), CPU_GLOO, ("recompute",))
     sizes = [choice.bytes for choice in chosen.choices]
     # One block is refined, to use what is left of the budget.
     assert sum(a > b for a, b in itertools.pairwise(sizes)) <= 1 and sizes[0] < sizes[-1]
@@ -54,8 +54,8 @@ def test_of_blocks_that_are_alike_the_first_ones_give_up_more() -> None:
 
 def test_a_larger_budget_is_never_slower() -> None:
     graph = graph_of(random_table(1), random_table(2), calls=3)
-    whole = graph.kept(choose(graph, graph.kept, float("inf"), CPU_GLOO, ()).choices)
+    whole = graph.kept(choose_fates(graph, graph.kept, float("inf"), CPU_GLOO, ()).choices)
     seconds = [
-        choose(graph, graph.kept, whole * part / 10, CPU_GLOO, ("recompute",)).seconds for part in range(4, 11)
+        choose_fates(graph, graph.kept, whole * part / 10, CPU_GLOO, ("recompute",)).seconds for part in range(4, 11)
     ]  # fmt: skip
     assert all(less <= 1.05 * more + 1e-12 for more, less in itertools.pairwise(seconds))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from graphs import budgeted, some, two_blocks
+from graphs import some
+from memory.fates import budgeted, two_blocks
 from torch import fx, nn
 
+from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.passes.emit.memory.under_budget import hints
-from autotp.passes.emit.recomputed import Recomputed
 
 aten = torch.ops.aten
 

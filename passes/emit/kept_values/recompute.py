@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from autotp.options import Recompute
-from autotp.passes.emit.kept_values import Fates
+from autotp.passes.emit.kept_values.fates import Fates
+from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.passes.emit.outline import blocks, outlined
-from autotp.passes.emit.recomputed import Recomputed
 from autotp.rules.call import arguments_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, has

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autotp
 from autotp.options import Recompute
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
-from autotp.passes.emit.kept_call import recomputations
+from autotp.passes.emit.kept_values.kept_call import recomputations
+from autotp.passes.emit.kept_values.recompute import recompute
+from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.passes.emit.outline import blocks, outlined
-from autotp.passes.emit.recompute import recompute
-from autotp.passes.emit.recomputed import Recomputed
 
 aten = torch.ops.aten
 checks = Checks()

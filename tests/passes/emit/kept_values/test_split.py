@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from fates import CASES, GRAPH, every, operands, step
+from memory.fates import CASES, GRAPH, every, operands, step
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.ops.random_state import random_state_of
-from autotp.passes.emit.kept_values import Fates, saved_by_node
-from autotp.passes.emit.recomputed import Recomputed
+from autotp.passes.emit.kept_values.fates import Fates, saved_by_node
+from autotp.passes.emit.kept_values.recomputed import Recomputed
 
 aten = torch.ops.aten
 

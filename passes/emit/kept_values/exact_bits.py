@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from autotp.ops.stores import Bits, ShortNumbers
-from autotp.passes.emit.kept_values import Geometry, Saved
+from autotp.passes.emit.kept_values.fates import Geometry, SavedTensor
+from autotp.passes.emit.kept_values.stores import Bits, ShortNumbers
 from autotp.rules.call import operator_of
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ INDEXING = {
 """Operators whose saved whole numbers choose among the elements of one dimension of an operand."""
 
 
-def is_exact(saved: Saved, node: fx.Node, geometries: Mapping[str, Geometry]) -> bool:
+def is_exact(saved: SavedTensor, node: fx.Node, geometries: Mapping[str, Geometry]) -> bool:
     """True if a tensor that an operator saves can be kept in fewer bytes without a loss.
 
     Args:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fates import CASES, GRAPH, operands, step
+from memory.fates import CASES, GRAPH, operands, step
 from ranks import Checks
 from small_models import Mixture, gpt, tokens
 from torch import Tensor, fx, nn
@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import autotp
 from autotp.errors import Error
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
-from autotp.passes.emit.kept_values import Fates
-from autotp.passes.emit.recomputed import Recomputed
+from autotp.passes.emit.kept_values.fates import Fates
+from autotp.passes.emit.kept_values.recomputed import Recomputed
 
 aten = torch.ops.aten
 checks = Checks()
@@ -208,7 +208,7 @@ def expect_gradients_of_one_device(whole: nn.Module, n: int, batches: list[tuple
     """In several steps, of other sizes than at capture; with each kind of mixed fates, bit by bit those of "none"."""
     results = []
     for start in (None, 0, 1, 2, 3):
-        with patch("autotp.passes.emit.recompute.scores", mixed(start or 0)):
+        with patch("autotp.passes.emit.kept_values.recompute.scores", mixed(start or 0)):
             how = "none" if start is None else "selective"
             cut: Any = autotp.parallelize(
                 copy.deepcopy(whole), n, example_inputs=batches[0], randomness="exact", recompute=how, **options

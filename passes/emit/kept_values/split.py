@@ -29,8 +29,8 @@ from torch._ops import OpOverload
 from autotp.ops.collectives import copy
 from autotp.ops.dropout import exact_dropout, fast_dropout
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
-from autotp.passes.emit.exact_bits import is_exact
-from autotp.passes.emit.kept_values import Fates, Saved, SavingRun
+from autotp.passes.emit.kept_values.exact_bits import is_exact
+from autotp.passes.emit.kept_values.fates import Fates, SavedTensor, SavingRun
 from autotp.rules.traits import draws
 
 aten = torch.ops.aten
@@ -122,7 +122,9 @@ class Operators:
         return target is copy or not node.kwargs.get("fresh")
 
 
-def split(module: fx.GraphModule, operators: Operators, run: SavingRun, fates: Fates, ends_early: bool = True) -> Split:
+def split_block(
+    module: fx.GraphModule, operators: Operators, run: SavingRun, fates: Fates, ends_early: bool = True
+) -> Split:
     """Returns a block's graph for forward, and what backward runs again.
 
     Args:
@@ -134,7 +136,7 @@ def split(module: fx.GraphModule, operators: Operators, run: SavingRun, fates: F
 
 
 class _Splitting:
-    """What `split` knows of a block: the way of each saved tensor, and what can be read in backward."""
+    """What `split_block` knows of a block: the way of each saved tensor, and what can be read in backward."""
 
     def __init__(self, module: fx.GraphModule, operators: Operators, run: SavingRun, fates: Fates) -> None:
         self.operators, self.run, self.fates = operators, run, fates
@@ -157,7 +159,7 @@ class _Splitting:
     def _is_input(self, name: str | None) -> bool:
         return name is not None and self.by_name[name].op == "placeholder"
 
-    def _way(self, saved: Saved) -> Way:
+    def _way(self, saved: SavedTensor) -> Way:
         fate, plain = saved.fate(self.fates), saved.index not in self.run.irregular
         node = self.by_name[saved.node]
         target = self.operators.by_name.get(node.name)
@@ -195,7 +197,7 @@ class _Splitting:
                 queue += self.writers.get(node.name, [])
         return nodes
 
-    def provider(self, saved: Saved) -> tuple[fx.Node, int | None] | None:
+    def provider(self, saved: SavedTensor) -> tuple[fx.Node, int | None] | None:
         """Returns the node in whose output a dropped tensor lies, and the place among its outputs; None if in none."""
         if saved.origin is None or saved.index in self.run.irregular:
             return None
@@ -251,7 +253,7 @@ class _Splitting:
             states=tuple(node.name for node in states), blanks=tuple(builder.blanks),
         )  # fmt: skip
 
-    def _source(self, saved: Saved) -> Source | None:
+    def _source(self, saved: SavedTensor) -> Source | None:
         """Returns where backward gets a tensor that is in no part."""
         match self.ways[saved.index]:
             case "input":

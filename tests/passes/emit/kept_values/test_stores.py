@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autotp.ops.stores import Bits, HostCopy, ShortNumbers, flat_memory, tensor_at
+from autotp.passes.emit.kept_values.stores import Bits, HostCopy, ShortNumbers, flat_memory, tensor_at
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 1001])

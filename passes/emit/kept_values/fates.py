@@ -50,7 +50,7 @@ class Geometry(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SavedTensor:
     """A tensor that autograd saves while a block runs.
 
     Attributes:
@@ -80,7 +80,7 @@ class Saved:
         return fates.get(self.origin or self.node, "keep")
 
 
-def saved_by_node(module: fx.GraphModule, args: Sequence[Any]) -> list[Saved]:
+def saved_by_node(module: fx.GraphModule, args: Sequence[Any]) -> list[SavedTensor]:
     """Returns what autograd saves while a block runs on these arguments, in order. They may be fake, or on `meta`."""
     run = SavingRun(module)
     with torch.enable_grad():
@@ -106,7 +106,7 @@ class SavingRun(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, keeps_all: bool = False) -> None:
         super().__init__(module, garbage_collect_values=not keeps_all)
         self.extra_traceback = False
-        self.saved: list[Saved] = []
+        self.saved: list[SavedTensor] = []
         self.origins: dict[str, str] = {}
         self.outputs: dict[int, tuple[str, int | None, Geometry]] = {}
         self.learns: set[str] = set()
@@ -140,7 +140,7 @@ class SavingRun(fx.Interpreter):
         if self._versions.get(memory, x._version) != x._version or x.is_conj() or x.is_neg():
             self.irregular.add(len(self.saved))
         self.saved.append(
-            Saved(
+            SavedTensor(
                 node=self._node, index=len(self.saved), origin=self._maker_of(memory), memory=memory,
                 bytes=x.untyped_storage().nbytes(), geometry=Geometry.of(x),
             )

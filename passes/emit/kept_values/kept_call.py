@@ -22,11 +22,11 @@ from torch import Tensor
 
 from autotp.errors import Error
 from autotp.ops.random_state import random_state_of, set_random_state
-from autotp.ops.stores import HostCopy, Store, tensor_at
 from autotp.passes.capture.autocast_regions import Autocast, ambient_everywhere
-from autotp.passes.emit.exact_bits import STORES
-from autotp.passes.emit.kept_values import Geometry, SavingRun
-from autotp.passes.emit.split import ReplayPart, Split
+from autotp.passes.emit.kept_values.exact_bits import STORES
+from autotp.passes.emit.kept_values.fates import Geometry, SavingRun
+from autotp.passes.emit.kept_values.split import ReplayPart, Split
+from autotp.passes.emit.kept_values.stores import HostCopy, Store, tensor_at
 
 NO_RUN = -1
 """torch's number of a run of backward, outside of all runs."""

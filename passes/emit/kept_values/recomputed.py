@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from autotp.ops.eager_mode import no_transform
 from autotp.ops.random_state import random_state_of
 from autotp.passes.capture.autocast_regions import ambient_everywhere
-from autotp.passes.emit.checkpointed import Checkpointed, checkpointed
-from autotp.passes.emit.kept_call import KeptCall, Pattern, pattern_of
-from autotp.passes.emit.kept_values import Fates, SavingRun
-from autotp.passes.emit.split import Operators, Split, split
+from autotp.passes.emit.kept_values.checkpointed import Checkpointed, checkpointed
+from autotp.passes.emit.kept_values.fates import Fates, SavingRun
+from autotp.passes.emit.kept_values.kept_call import KeptCall, Pattern, pattern_of
+from autotp.passes.emit.kept_values.split import Operators, Split, split_block
 
 
 class Recomputed(nn.Module):
@@ -96,7 +96,7 @@ class Recomputed(nn.Module):
         short = all(size < 2**31 for geometry in run.geometries.values() for size in geometry.shape)
         known = (structure, *sorted(run.learns), *sorted(run.irregular), *sorted(run.origins.items()), short)
         if known not in self._splits:
-            self._splits[known] = split(self.inner, self.operators, run, self.fates, self.ends_early)
+            self._splits[known] = split_block(self.inner, self.operators, run, self.fates, self.ends_early)
             gc.collect(1)  # fx leaves a circle that has the frames around, and so the tensors of this call.
         self._patterns[key] = pattern = pattern_of(self._splits[known], run)
         call = KeptCall(pattern, args, device, outer)

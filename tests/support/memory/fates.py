@@ -1,15 +1,23 @@
-"""What the tests of kept values share: a block, fates of its operators, operands, and a step."""
+"""What the tests of kept values share: a block, fates of its operators, operands, a step, and budgets."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from graphs import draft, some
+from torch import Tensor, fx, nn
 
+from autotp.costs.hardware import CPU_GLOO
 from autotp.ops.dropout import fast_dropout
-from autotp.passes.emit.kept_values import Fate, Fates
+from autotp.passes.emit.kept_values.fates import Fate, Fates
+from autotp.passes.emit.memory.block_table import BlockTable, BlockValue
+from autotp.passes.emit.memory.budget import Allowance, Budget, budget_of
+from autotp.passes.emit.memory.cheapest import Choice, choice_of
+from autotp.passes.emit.memory.under_budget import under_budget
 
 aten = torch.ops.aten
 
@@ -69,3 +77,54 @@ def step(run: Callable[..., Tensor], xs: list[Tensor]) -> list[Any]:
     torch.rand(2)  # Others draw between forward and backward.
     grads = torch.autograd.grad(y.square().sum(), [x for x in xs if x.requires_grad])
     return [y.detach(), *grads, torch.rand(())]
+
+
+# ---- blocks under a budget of memory
+
+
+def kept_of(draw: random.Random, made: int) -> dict[str, Any]:
+    """What autograd keeps of a value: its memory, something internal, or nothing."""
+    kept = draw.choice([made, 0, 3 * 10**6])
+    return {"kept": kept, "smaller": kept, "inside": kept != made}
+
+
+def random_table(seed: int, count: int = 9) -> BlockTable:
+    """A block of random values, each of which reads up to two earlier ones."""
+    draw, graph, values = random.Random(seed), fx.Graph(), {}
+    for i in range(count):
+        reads = tuple(f"v{j}" for j in draw.sample(range(i), min(i, draw.randint(0, 2))))
+        made = draw.choice([1, 2, 4, 8]) * 10**6
+        values[f"v{i}"] = BlockValue(
+            name=f"v{i}", node=graph.placeholder(f"v{i}"), reads=reads, inputs=() if reads else ("x",),
+            seconds=draw.choice([5, 20, 300]) * 1e-6, made=made, **kept_of(draw, made), fixed=draw.random() < 0.1,
+        )  # fmt: skip
+    return BlockTable(values=values, inputs=frozenset(), results=())
+
+
+def every_choice(table: BlockTable) -> list[Choice]:
+    """Every set of values that may be computed again."""
+    names = [name for name, value in table.values.items() if not value.fixed]
+    sets = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
+    return [choice_of(table, dict.fromkeys(names, "recompute"), CPU_GLOO) for names in sets]
+
+
+def two_blocks() -> fx.Graph:
+    """`gelu(linear(x, w))`, twice."""
+
+    def make(call: Any, x: Any, w: Any) -> Any:
+        for i in range(2):
+            for target, args in ((aten.linear.default, (w,)), (aten.gelu.default, ())):
+                x = call(target, x, *args)
+                x.meta["nn_module_stack"] = {"m": (f"L['self'].h.{i}", nn.Module)}
+        return x
+
+    return draft(make, x=some(4, 6), w=some(6, 6))
+
+
+def budgeted(memory: str, kept_calls: int = 1) -> tuple[fx.GraphModule, Budget]:
+    held = {"w": some(6, 6).requires_grad_()}
+    allowance = Allowance(memory=memory, calls=kept_calls)
+    module = under_budget(two_blocks(), (), allowance, torch.device("cpu"), held, {})
+    budget = budget_of(module)
+    assert budget is not None
+    return module, budget

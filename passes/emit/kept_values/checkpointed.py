@@ -19,8 +19,8 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autotp.passes.capture.autocast_regions import enter_autocast
-from autotp.passes.emit.kept_call import arrived, recomputation
-from autotp.passes.emit.kept_values import Fates
+from autotp.passes.emit.kept_values.fates import Fates
+from autotp.passes.emit.kept_values.kept_call import arrived, recomputation
 from autotp.passes.emit.outline import outlined
 from autotp.rules.traits import draws, draws_from_numpy
 
