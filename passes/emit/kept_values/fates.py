@@ -99,6 +99,7 @@ class SavingRun(fx.Interpreter):
         learns: the names of nodes whose output has a gradient.
         geometries: name of a node whose output is a tensor -> its geometry.
         memories: name of such a node -> the number of its memory.
+        shared: the numbers of memories that several inputs have.
         irregular: the places in `saved` of tensors that have other values than the output in whose memory they lie:
             their operator has written there, or takes the memory for conjugate or negative.
     """
@@ -112,6 +113,7 @@ class SavingRun(fx.Interpreter):
         self.learns: set[str] = set()
         self.geometries: dict[str, Geometry] = {}
         self.memories: dict[str, int] = {}
+        self.shared: set[int] = set()
         self.irregular: set[int] = set()
         # A reference to a freed memory keeps its address from being used again.
         self._memories: dict[int, tuple[int, StorageWeakRef]] = {}
@@ -127,7 +129,7 @@ class SavingRun(fx.Interpreter):
             several = isinstance(result, tuple | list)
             for i, x in enumerate(result if several else (result,)):
                 if isinstance(x, Tensor):
-                    self._note_output(n.name, i if several else None, x)
+                    self._note_output(n, i if several else None, x)
         # An operator such as softmax saves its own output, before anybody knows it as one.
         for i in range(before, len(self.saved)):
             if self.saved[i].origin is None:
@@ -152,10 +154,12 @@ class SavingRun(fx.Interpreter):
         tensor: Tensor = packed
         return tensor
 
-    def _note_output(self, name: str, place: int | None, x: Tensor) -> None:
-        memory = self._memory_of(x)
+    def _note_output(self, node: fx.Node, place: int | None, x: Tensor) -> None:
+        name, memory = node.name, self._memory_of(x)
         if memory not in self.outputs:
             self.outputs[memory] = name, place, Geometry.of(x)
+        elif node.op == "placeholder":
+            self.shared.add(memory)
         if place is None:
             self.geometries[name], self.memories[name] = Geometry.of(x), memory
         self._versions[memory] = x._version

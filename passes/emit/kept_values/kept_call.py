@@ -62,7 +62,8 @@ class Pattern:
 
     Attributes:
         split: its graphs.
-        geometries: number -> where the tensor lies in its memory; None if it is all of it.
+        geometries: number -> where the tensor lies in its memory, or from the start of an input or output on; None if it
+            is all of it.
         held: for each held value its way, the number of its memory, and where it lies there.
         blanks: the tensors with any values that parts read, and whether they have a gradient.
         readers: number of a memory that is kept in another form -> how many tensors backward reads in it.
@@ -83,7 +84,9 @@ def pattern_of(split: Split, run: SavingRun) -> Pattern:
     for number, (x, source) in enumerate(zip(saved, split.sources, strict=True)):
         whole = x.origin is not None and run.outputs[x.memory][2] == x.geometry
         placed = number in by_output or (source is not None and source[0] == "input")
-        geometries.append(None if whole and placed else x.geometry)
+        # An output, or an input, may begin at another place of its memory in another call.
+        start = run.outputs[x.memory][2].offset if placed and x.origin is not None else 0
+        geometries.append(None if whole and placed else x.geometry._replace(offset=x.geometry.offset - start))
         if source is not None and source[0] == "store":
             readers[x.memory] += 1
     stored = {x.memory: way for x, way in zip(saved, split.ways, strict=True) if way in ("host", "bits")}
@@ -366,7 +369,9 @@ def _versions(values: Sequence[Any]) -> list[int]:
 
 def _at(x: Tensor, geometry: Geometry | None) -> Tensor:
     x = x.detach()
-    return x if geometry is None else x.as_strided(geometry.shape, geometry.stride, geometry.offset)
+    if geometry is None:
+        return x
+    return x.as_strided(geometry.shape, geometry.stride, int(x.storage_offset()) + geometry.offset)
 
 
 def arrived(x: Any) -> Any:

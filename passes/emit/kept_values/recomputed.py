@@ -69,7 +69,10 @@ class Recomputed(nn.Module):
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         device = next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
         sizes = [(x.requires_grad, x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else x for x in args]
-        key = (device, *sizes, *ambient_everywhere())
+        memories = [x.untyped_storage()._cdata for x in tensors]
+        # Which inputs share memory decides which of them a kept tensor is a view of.
+        shared = [] if len(set(memories)) == len(memories) else map(memories.index, memories)
+        key = (device, *sizes, *shared, *ambient_everywhere())
         pattern = self._patterns.get(key)
         if pattern is None:
             return self._first_run(key, args, device)

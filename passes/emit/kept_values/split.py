@@ -165,6 +165,8 @@ class _Splitting:
         target = self.operators.by_name.get(node.name)
         if self._is_input(saved.origin):
             same = plain and self.run.geometries[str(saved.origin)].dtype == saved.dtype
+            # Several inputs in one memory may lie elsewhere in it at the next call: autograd keeps the right one.
+            same &= saved.memory not in self.run.shared
             return "input" if same else "kept"
         if fate == "bits" and saved.origin is None and target in MASKS and node in self.drawing:
             return "mask"

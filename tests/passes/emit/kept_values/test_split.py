@@ -38,6 +38,27 @@ def test_fates_leave_each_bit_of_the_gradients(fates: Fates) -> None:
 
 
 @pytest.mark.parametrize("fates", CASES.values(), ids=CASES)
+def test_fates_of_inputs_elsewhere_in_their_memory(fates: Fates) -> None:
+    """Rows of a batch, parameters in one flat memory, and one tensor for two inputs in some of the calls."""
+    block, batch, flat = Recomputed(GRAPH, fates), operands(6, 4, 8)[0].detach(), torch.randn(3, 8, 8).double()
+    for i, (j, k) in enumerate(((0, 1), (2, 0), (1, 1), (1, 2))):
+        x = batch[2 * (i % 3) :][:2]
+        for values in ((x, flat[j], flat[k]), (x, flat[j].clone(), flat[k].clone())):
+            xs = [value.detach().requires_grad_() for value in values]
+            torch.testing.assert_close(step(block, xs), step(GRAPH, xs), rtol=0, atol=0)
+    w = flat[1].clone().requires_grad_()
+    for xs in (operands(2, 4, 8), [*operands(2, 4, 8)[:1], w, w], operands(2, 4, 8)):
+        for run in (block, GRAPH):
+            torch.manual_seed(3)
+            gradients = torch.autograd.grad(run(*xs).square().sum(), list(dict.fromkeys(xs)))
+            expected = gradients if run is block else expected
+        torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+    with torch.autograd.graph.save_on_cpu():
+        y = block(batch[:2], *[x.detach().requires_grad_() for x in flat[:2]])
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("fates", CASES.values(), ids=CASES)
 def test_fates_have_a_second_backward_and_second_derivatives(fates: Fates) -> None:
     """Two runs of backward by one graph, one for some inputs only, and derivatives of gradients."""
     block, expected = Recomputed(GRAPH, fates), None
