@@ -94,7 +94,9 @@ def _under_budget(p: Program, site: Site, memory: int | str, graph: fx.Graph) ->
     known = all(name in captured.inputs or name.startswith(TOTAL) for name in given) and not p.call.cut_inputs
     examples = hints(graph, given) if known and torch.is_grad_enabled() else None
     budget = budget_of(module)
-    if examples is not None and budget is not None:
+    assert budget is not None
+    budget.agrees = known and bool(site.groups)  # Of a cut input, the part of one rank alone may grow.
+    if examples is not None:
         budget.choose(examples)
     return module
 

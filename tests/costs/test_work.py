@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autotp.costs.hardware import CPU_GLOO, H100_80GB
 from autotp.costs.work import Work, without_processes
+from autotp.groups.process_group import seat
 
 
 def test_work_prices_products_and_not_views() -> None:
@@ -21,6 +22,11 @@ def test_work_prices_products_and_not_views() -> None:
     with FakeTensorMode(), Work(H100_80GB) as on_gpu:
         torch.empty(512, 512) @ torch.empty(512, 512)
     assert 0 < on_gpu.seconds < product.seconds
+
+
+def test_groups_without_processes_are_there_together() -> None:
+    with without_processes({"two": 2, "four": 4}, {"four": 3}):
+        assert (seat("two"), seat("four")) == ((0, 2), (3, 4))
 
 
 def test_work_prices_collectives_over_groups_without_processes() -> None:

@@ -21,6 +21,7 @@ from autotp.costs.hardware import Hardware, hardware_at
 from autotp.costs.work import without_processes
 from autotp.display.text_table import bytes_text
 from autotp.errors import Error
+from autotp.ops.collectives import communicate
 from autotp.ops.eager_mode import no_transform
 from autotp.options import Memory, memory_limit
 from autotp.passes.emit.kept_values.fates import Fate
@@ -109,6 +110,7 @@ class Budget(SetsFates):
         device: the rank's device.
         groups: name of a process group -> the rank in it, and its size.
         even: whether all ranks have parameters of the same sizes.
+        agrees: whether a call of other sizes is one of other sizes for each rank of the groups.
         latest: what was chosen for the last call.
     """
 
@@ -118,6 +120,7 @@ class Budget(SetsFates):
     device: torch.device
     groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     even: bool = True
+    agrees: bool = False
     latest: MemoryChoice | None = None
 
     def __post_init__(self) -> None:
@@ -130,18 +133,21 @@ class Budget(SetsFates):
             return  # Without gradients nothing is kept, and a compilation has the fates of the calls before it.
         key = tuple([(x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in inputs])
         if key != self._now and no_transform(*(x for x in inputs if isinstance(x, Tensor))):
-            self.choose(inputs)
+            self.choose(inputs, self.agrees)
             self._now = key
 
-    def choose(self, inputs: Sequence[Any]) -> MemoryChoice:
+    def choose(self, inputs: Sequence[Any], agrees: bool = False) -> MemoryChoice:
         """Sets and returns the fates for a call with these inputs; tensors may be on `meta`.
+
+        Args:
+            agrees: whether all ranks choose now, and none goes on if one of them has to stop.
 
         Raises:
             Error: the graph does not fit.
         """
         key = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in inputs)
         if key not in self._choices:
-            self._choices[key] = self._chosen(inputs)
+            self._choices[key] = self._chosen(inputs, agrees)
         self.latest = self._choices[key]
         blocks = [self.module.get_submodule(call.target) for call in self.latest.table.calls]
         tables = [self.latest.table.tables[call.kind] for call in self.latest.table.calls]
@@ -150,7 +156,7 @@ class Budget(SetsFates):
                 block.use(table.of_operators(choice.fates))
         return self.latest
 
-    def _chosen(self, inputs: Sequence[Any]) -> MemoryChoice:
+    def _chosen(self, inputs: Sequence[Any], agrees: bool) -> MemoryChoice:
         device, allowance = hardware_at(self.device), self.allowance
         table = self._counted(inputs, device)
         allowed = FATES if self.device.type != "cpu" else ("recompute", "bits")
@@ -161,12 +167,21 @@ class Budget(SetsFates):
             return allowance.measure(table, choices)
 
         chosen = choose_fates(table, measure, limit, device, allowed)
-        if not chosen.fits:
-            raise _too_small(allowance, chosen.least, table.kept(whole))
+        needed = 0 if chosen.fits else _smallest(allowance, chosen.least, table.kept(whole))
+        if needed := self._largest(needed) if agrees else needed:
+            raise _too_small(allowance, needed)
         more = choose_fates(table, measure, limit + GIGABYTE, device, allowed)
         return MemoryChoice(
             table=table, chosen=chosen, whole=whole, allowance=allowance, gigabyte=chosen.seconds - more.seconds
         )
+
+    def _largest(self, number: int) -> int:
+        """Returns the largest of the numbers of all ranks."""
+        largest = torch.tensor(number, device=self.device)
+        for group, (_, size) in self.groups.items():
+            if size > 1:
+                largest = communicate("all_reduce", largest, "max", group)
+        return int(largest)
 
     def _counted(self, inputs: Sequence[Any], device: Hardware) -> GraphTable:
         """Returns the table of the graph for a call with these inputs, on fake tensors."""
@@ -195,21 +210,26 @@ def _strides(x: Tensor, shape: Sequence[int]) -> Sequence[int]:
     return x.stride() if all(type(n) is int for n in x.stride()) else torch.empty(shape, device="meta").stride()
 
 
-def _too_small(allowance: Allowance, least: int, whole: int) -> Error:
-    """Returns the error of a budget under which nothing fits."""
+def _smallest(allowance: Allowance, least: int, whole: int) -> int:
+    """Returns the smallest budget under which a graph fits: bytes of the rank, or percent."""
+    if memory_limit(allowance.memory) <= 1:
+        return -(-100 * least // max(whole, 1))
+    return int(allowance.fixed + -(-least // allowance.share))
+
+
+def _too_small(allowance: Allowance, needed: int) -> Error:
+    """Returns the error of a budget under which nothing fits. needed: the smallest that would do"""
     limit = memory_limit(allowance.memory)
     if limit <= 1:
-        percent = -(-100 * least // max(whole, 1))
         return Error(
-            f"memory={allowance.memory!r}: a microbatch keeps at least {percent}% of {bytes_text(whole)} for backward",
-            fix=f'memory="{percent}%"',
+            f"memory={allowance.memory!r}: a microbatch keeps at least {needed}% of what it keeps without a budget",
+            fix=f'memory="{needed}%"',
             alternative=ALTERNATIVE,
         )
-    needed = allowance.fixed + -(-least // allowance.share)
     return Error(
-        f"memory={bytes_text(int(limit))}: the rank needs at least {bytes_text(int(needed))}, of which "
+        f"memory={bytes_text(int(limit))}: the rank needs at least {bytes_text(needed)}, of which "
         f"{bytes_text(allowance.fixed)} are parameters, gradients and optimizer states",
-        fix=f"memory={int(needed)}",
+        fix=f"memory={needed}",
         alternative=ALTERNATIVE,
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from errors import message
 from ranks import Checks
 from small_models import gpt
@@ -109,6 +110,27 @@ def stages_of_a_pipeline_choose_each_for_itself(rank: int, n: int) -> None:
             budget = budget_of(stage.module)
             assert budget is not None and budget.latest is not None and budget.allowance.calls == n - rank
             assert (budget.latest.kept < budget.latest.kept_without) == (memory == "50%")
+
+
+@checks.on(2)
+def a_later_call_that_fits_on_one_rank_only_is_one_error(rank: int, n: int) -> None:
+    """The first rank has two of three heads: it alone has too little memory, and the other does not go on."""
+    torch.manual_seed(0)
+    whole, few, more = gpt(n_head=3, n_embd=48), torch.ones(2, 8).long(), torch.ones(8, 16).long()
+    model = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(few, few), memory=900_000)
+    least = gathered(message(model, more, more))
+    assert least[0] == least[1]
+    needed = int(least[0].partition("try      memory=")[2].splitlines()[0])
+    model = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(few, few), memory=needed - 1)
+    texts = gathered(message(model, more, more))
+    assert texts[0] == texts[1] and f"try      memory={needed}" in texts[0]
+    model(few, few).backward()
+
+
+def gathered(text: str) -> list[str]:
+    texts = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts
 
 
 @pytest.mark.timeout(300)
