@@ -62,8 +62,8 @@ class Pattern:
 
     Attributes:
         split: its graphs.
-        geometries: number -> where the tensor lies in its memory, or from the start of an input or output on; None if it
-            is all of it.
+        geometries: number -> where the tensor lies in its memory, or behind the start of an input or output; None if
+            it is all of it.
         held: for each held value its way, the number of its memory, and where it lies there.
         blanks: the tensors with any values that parts read, and whether they have a gradient.
         readers: number of a memory that is kept in another form -> how many tensors backward reads in it.
