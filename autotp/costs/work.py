@@ -119,5 +119,9 @@ def without_processes(groups: Mapping[str, int], ranks: Mapping[str, int] = NO_R
             for device in ("meta", "cpu", "cuda"):
                 group._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, fake)
             _register_process_group(name, group)  # type: ignore[arg-type]
-            stack.callback(_unregister_process_group, name)  # type: ignore[arg-type]
+            stack.callback(_forget, name, group)  # It holds the group: torch's registry does not.
         yield
+
+
+def _forget(name: str, _: ProcessGroup) -> None:
+    _unregister_process_group(name)  # type: ignore[arg-type]

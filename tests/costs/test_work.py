@@ -31,3 +31,8 @@ def test_work_prices_collectives_over_groups_without_processes() -> None:
             result = torch.ops._c10d_functional.all_gather_into_tensor(torch.empty(2, 1024), 4, "four")
         assert tuple(result.shape) == (8, 1024)
     assert work.collectives == 1 and work.seconds > 0
+
+
+def test_all_groups_without_processes_are_there_at_once() -> None:
+    with without_processes({"cp": 2, "tp": 4}):
+        assert [_resolve_process_group(name).size() for name in ("cp", "tp")] == [2, 4]
