@@ -46,8 +46,8 @@ WITHIN = {"balance"}
 """Passes between two steps of another row: of `context_parallel`, which plans, lowers and checks over its own axis."""
 ALWAYS_WITHIN = {"heads"}
 """Those that nothing leaves out: `cp_attention` says what they do."""
-AFTERWARDS = {"compiled"}
-"""Passes over a module that has its parameters: `autotp/runtime/executable.py` calls them."""
+AFTERWARDS = {"compiled", "under_budget"}
+"""Passes over a module: of one that has its parameters, and of blocks in the place of `recompute`."""
 NOT_IN_THE_TABLE = {"repeats", "in_place", "outline", *WITHIN}
 """What may be left out of the stage capture, which is one call, and of a row."""
 GIVEN = (skeleton_of(Plain()), (torch.ones(2, 3, 8),), {}, 2)

@@ -111,7 +111,6 @@ def without_processes(groups: Mapping[str, int], ranks: Mapping[str, int] = NO_R
         groups: name of a process group -> its size.
         ranks: name of a process group -> the rank of this process in it; the first by default.
     """
-    alive = []  # torch has only weak references to groups by their names.
     with ExitStack() as stack:
         for name, size in groups.items():
             rank = ranks.get(name, 0)
@@ -120,6 +119,9 @@ def without_processes(groups: Mapping[str, int], ranks: Mapping[str, int] = NO_R
             for device in ("meta", "cpu", "cuda"):
                 group._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, fake)
             _register_process_group(name, group)  # type: ignore[arg-type]
-            alive.append(group)
-            stack.callback(_unregister_process_group, name)  # type: ignore[arg-type]
+            stack.callback(_forget, name, group)  # It holds the group: torch's registry does not.
         yield
+
+
+def _forget(name: str, _: ProcessGroup) -> None:
+    _unregister_process_group(name)  # type: ignore[arg-type]

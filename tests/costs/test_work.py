@@ -8,7 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autotp.costs.hardware import CPU_GLOO, H100_80GB
 from autotp.costs.work import Work, without_processes
-from autotp.groups.process_group import seat
 
 
 def test_work_prices_products_and_not_views() -> None:
@@ -24,11 +23,6 @@ def test_work_prices_products_and_not_views() -> None:
     assert 0 < on_gpu.seconds < product.seconds
 
 
-def test_groups_without_processes_are_there_together() -> None:
-    with without_processes({"two": 2, "four": 4}, {"four": 3}):
-        assert (seat("two"), seat("four")) == ((0, 2), (3, 4))
-
-
 def test_work_prices_collectives_over_groups_without_processes() -> None:
     with without_processes({"four": 4}, {"four": 2}), FakeTensorMode():
         group = _resolve_process_group("four")
@@ -37,3 +31,8 @@ def test_work_prices_collectives_over_groups_without_processes() -> None:
             result = torch.ops._c10d_functional.all_gather_into_tensor(torch.empty(2, 1024), 4, "four")
         assert tuple(result.shape) == (8, 1024)
     assert work.collectives == 1 and work.seconds > 0
+
+
+def test_all_groups_without_processes_are_there_at_once() -> None:
+    with without_processes({"cp": 2, "tp": 4}):
+        assert [_resolve_process_group(name).size() for name in ("cp", "tp")] == [2, 4]

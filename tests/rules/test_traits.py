@@ -33,6 +33,8 @@ TABLES = {
     ("passes/canonicalize/causal_attention.py", "REPEATS"),
     ("passes/canonicalize/functionalize.py", "SCATTERS"),
     ("passes/canonicalize/functionalize.py", "SPLITS"),
+    ("passes/emit/kept_values/exact_bits.py", "INDEXING"),
+    ("passes/emit/kept_values/split.py", "MASKS"),
     ("passes/emit/python_calls.py", "PYTHON_CALLS"),
     ("passes/lower/decompose.py", "EXPANSIONS"),
     ("passes/lower/localize.py", "FORMS"),

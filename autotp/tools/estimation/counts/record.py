@@ -349,6 +349,8 @@ class _Recorder(TorchDispatchMode):
     def _compute(self, func: Any, packet: Any, before: Sequence[Tensor], results: Any, args: Any, kwargs: Any) -> None:
         operand_memory = {x.untyped_storage()._cdata for x in before}
         after = nested_tensors(results)
+        if all(x.device != META for x in (*before, *after)):
+            return  # The host does it, in its own memory: a random state is noted.
         made = [x for x in after if x.untyped_storage()._cdata not in operand_memory]
         # All results have the memory of an operand, and none is written: a view.
         if not made and not func._schema.is_mutable:

@@ -88,7 +88,7 @@ def test_recomputed_blocks_run_when_the_logits_are_gone(vocab: int, monkeypatch:
     pieces = found("full", vocab=vocab)
     logits = stage_memory(pieces.pieces, pieces).logits
     block, head = (own_peaks(pieces.records[i])["backward"] for i in (1, -1))
-    assert head == pytest.approx(block if vocab == 512 else 1.5 * logits, rel=0.03)  # Their gradient is in bfloat16.
+    assert head == pytest.approx(block if vocab == 512 else 1.5 * logits, rel=0.02)  # Their gradient is in bfloat16.
 
 
 def test_pieces_behind_the_running_one_keep_nothing_in_backward() -> None:
