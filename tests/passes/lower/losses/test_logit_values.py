@@ -210,6 +210,12 @@ class Accurate(nn.Module):
         return F.cross_entropy(z.flatten(0, 1), labels.flatten()), z.detach().argmax(-1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_verify_of_a_model_with_the_greatest_class(dtype: torch.dtype) -> None:
+    """`verify` computes in float64, where the greatest of cut logits has no key that ranks could compare."""
+    assert autotp.verify(Accurate().to(dtype), tp=2, example_inputs=(WORD_ROWS, LABELS)).ok
+
+
 @checks.on(2, 4)
 def the_first_of_the_greatest_logits_is_that_of_one_device(rank: int, n: int) -> None:
     expected = Accurate()(WORD_ROWS, LABELS)
