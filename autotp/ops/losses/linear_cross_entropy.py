@@ -244,7 +244,7 @@ class _LinearLossSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, x, classes, of_sum, of_class, bias, *grads = ctx.saved_tensors
         if torch.is_grad_enabled():
-            more = classes, of_sum, of_class, *ctx.settings
+            more = classes, of_sum, of_class, ctx.settings[0], ctx.settings[1]
             again = lambda weight, x, bias: _sum_at_once(weight, x, *more, bias)  # noqa: E731
             return _spread(differentiable(again, grad, (weight, x, bias), ctx.needed), 5)
         # Where no row counts, the divisor of a mean is 0 and `grad` infinite: no row gets a gradient all the same.
