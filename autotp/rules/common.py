@@ -236,6 +236,13 @@ def reduction(mark: str = "", linear: Linear = ()) -> RuleFunction:
     return of
 
 
+def argmax(call: Call) -> Rule | None:
+    """Reduces `dim`, which can be cut if keys that ranks compare have the values: `argmax_key`."""
+    dtype = call.operands[0].dtype
+    has_keys = call.get("dim") is not None and dtype.is_floating_point and dtype.itemsize <= 4
+    return reduction("!" if has_keys else "^")(call)
+
+
 def paired(mark: str, linear: Linear = ()) -> RuleFunction:
     """Broadcasts two operands and reduces `dim`: cosine_similarity, vecdot."""
 

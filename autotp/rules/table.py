@@ -144,7 +144,7 @@ TORCH_ROWS: list[tuple[str, Row]] = [
         "min.default min.dim mode nanmean nanmedian prod special_logsumexp std std_mean var var_mean",
         Row(f.reduction("^")),
     ),
-    ("argmax", Row(f.reduction("!"))),
+    ("argmax", Row(f.argmax)),
     ("logsumexp.default", Row(f.reduction("!"), T.CLASSES)),
     ("linalg_vector_norm norm", Row(f.reduction("^"), T.NORM)),
     ("cosine_similarity pairwise_distance", Row(f.paired("^"))),

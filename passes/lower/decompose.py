@@ -60,8 +60,6 @@ def expansion_of(node: fx.Node, factor: Factor) -> Expansion | None:
     if factor.mark != "!":
         return None
     # The rule of class losses names the classes `c`; all other factors are of rows.
-    if node.target is aten.argmax.default and not _has_keys(arguments_of(node)):
-        return None
     of_rows = arguments_of(node).get("reduction") == MEAN and factor.name != "c"
     return partial(_mean_loss, node.target) if of_rows else EXPANSIONS.get(node.target)
 
@@ -127,11 +125,6 @@ def _logsumexp(builder: Builder, args: dict[str, Any]) -> fx.Node:
     if not args["keepdim"]:
         x = call(aten.squeeze.dims, x, list(args["dim"]))
     return x
-
-
-def _has_keys(args: dict[str, Any]) -> bool:
-    dtype: torch.dtype = args["self"].meta["val"].dtype
-    return args["dim"] is not None and dtype.is_floating_point and dtype.itemsize <= 4
 
 
 def _argmax(builder: Builder, args: dict[str, Any]) -> fx.Node:

@@ -117,9 +117,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def differentiable(
-    result: Tensor, grad: Tensor, operands: Sequence[Tensor | None], needed: Sequence[bool]
+    again: Callable[..., Tensor], grad: Tensor, operands: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Returns gradients that can be differentiated again."""
-    differentiated = [y for y, is_needed in zip(operands, needed, strict=True) if is_needed and y is not None]
-    grads = iter(torch.autograd.grad(result, differentiated, grad, create_graph=True))
+    """Returns gradients that can be differentiated again.
+
+    Args:
+        again: computes the result of operands. Two of them may be one tensor: each gets the gradient of its own place.
+    """
+    aliases = [None if y is None else y.view_as(y) for y in operands]
+    differentiated = [y for y, is_needed in zip(aliases, needed, strict=True) if is_needed and y is not None]
+    grads = iter(torch.autograd.grad(again(*aliases), differentiated, grad, create_graph=True))
     return [next(grads) if is_needed else None for is_needed in needed]

@@ -190,7 +190,8 @@ class _LinearClassTerms(torch.autograd.Function):
         start, _, scale, cap = ctx.where
         needed = [ctx.needs_input_grad[i] for i in (0, 1, 7)]
         if torch.is_grad_enabled():
-            again = terms_at_once(weight, x, classes, start, ctx.where[1], scale, cap, bias)
+            more = classes, start, ctx.where[1], scale, cap
+            again = lambda weight, x, bias: terms_at_once(weight, x, *more, bias)  # noqa: E731
             return _spread(differentiable(again, grad, (weight, x, bias), needed), 5)
         weight, bias = weight.detach(), None if bias is None else bias.detach()
         rows, index, grad = rows_of(x.detach()), classes.reshape(-1), grad.reshape(2, -1)
@@ -243,8 +244,8 @@ class _LinearLossSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, x, classes, of_sum, of_class, bias, *grads = ctx.saved_tensors
         if torch.is_grad_enabled():
-            scale, cap = ctx.settings
-            again = _sum_at_once(weight, x, classes, of_sum, of_class, scale, cap, bias)
+            more = classes, of_sum, of_class, ctx.settings[0], ctx.settings[1]
+            again = lambda weight, x, bias: _sum_at_once(weight, x, *more, bias)  # noqa: E731
             return _spread(differentiable(again, grad, (weight, x, bias), ctx.needed), 5)
         # Where no row counts, the divisor of a mean is 0 and `grad` infinite: no row gets a gradient all the same.
         nothing = ((of_sum == 0) & (of_class == 0)).all()

@@ -114,10 +114,12 @@ class LinearMixedTerms(torch.autograd.Function):
         *operands, classes, terms = ctx.saved_tensors
         needed = ctx.needs_input_grad[:6]
         if torch.is_grad_enabled():
-            weight, x, bias, *other = operands
             (own_part, other_part, scale, cap), (start, size, own_scale, own_cap) = ctx.numbers, ctx.where
-            mix = Mix(own_part, other_part, other[0], other[1], scale, cap, other[2])
-            again = terms_at_once(weight, x, classes, start, size, own_scale, own_cap, bias, mix)
+
+            def again(weight: Tensor, x: Tensor, bias: Tensor | None, *other: Tensor | None) -> Tensor:
+                mix = Mix(own_part, other_part, other[0], other[1], scale, cap, other[2])
+                return terms_at_once(weight, x, classes, start, size, own_scale, own_cap, bias, mix)
+
             return *differentiable(again, grad, operands, needed), None, None, None
         detached: list[Any] = [None if y is None else y.detach() for y in operands]
         heads = _Heads.of(detached, ctx.where, ctx.numbers)

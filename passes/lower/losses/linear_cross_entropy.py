@@ -82,7 +82,7 @@ def linear_cross_entropy(graph: fx.Graph, axes: Axes, decision: Decision) -> tup
     def carry_over(node: fx.Node) -> None:
         carry(builder.copy(node), node, axes, new_axes, decision, new_decision)
 
-    terms = Terms(builder, [request for requests in heads.requests.values() for request in requests], carry_over)
+    terms = Terms(builder, heads.requests, carry_over)
     for node in graph.nodes:
         if node in builder.env:  # The labels of a head, which an operator of its logits wanted earlier.
             continue

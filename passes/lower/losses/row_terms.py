@@ -99,14 +99,16 @@ class Terms:
     """The terms that a new graph has: each operator makes what several readers ask for, where it is known in time.
 
     Args:
-        requests: of all readers, in their order.
+        requests: of each reader, in their order.
         copy: copies an operator that is no value or reader.
     """
 
-    def __init__(self, builder: Builder, requests: list[TermRequest], copy: Callable[[fx.Node], None]) -> None:
-        self.builder, self.call, self.copy = builder, builder.call, copy
+    def __init__(
+        self, builder: Builder, requests: dict[fx.Node, list[TermRequest]], copy: Callable[[fx.Node], None]
+    ) -> None:
+        self.builder, self.call, self.copy, self.readers = builder, builder.call, copy, requests.keys()
         self.requests: dict[Logits, list[TermRequest]] = {}
-        for request in requests:
+        for request in (request for of_reader in requests.values() for request in of_reader):
             self.requests.setdefault(request.logits, []).append(request)
         self.inputs: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
         self.made: dict[Logits, list[tuple[TermRequest, fx.Node]]] = {}
@@ -215,10 +217,14 @@ class Terms:
         return known.other is None or (known.other.linear, known.other.views) in self.inputs
 
     def _copy_labels(self, index: fx.Node) -> bool:
-        """Copies what classes are computed of, if these are whole numbers; returns whether the new graph has them."""
+        """Copies what classes are computed of, if these are whole numbers; returns whether the new graph has them.
+
+        A reader, such as `argmax`, is no copy: it is written where it stands.
+        """
         if index in self.builder.env:
             return True
         value, is_call = index.meta.get("val"), index.op == "call_function" and not draws(index)
+        is_call = is_call and index not in self.readers
         is_whole = (isinstance(value, torch.Tensor) and not value.is_floating_point()) or isinstance(
             value, int | torch.SymInt
         )

@@ -127,6 +127,18 @@ def test_second_derivatives(parts: tuple[float, float]) -> None:
     )
 
 
+@pytest.mark.parametrize("grads_again", [False, True], ids=["gradient", "create-graph"])
+def test_a_mean_of_the_same_head_with_another_scale_has_its_gradient_once(grads_again: bool) -> None:
+    """As an entropy with a temperature: both heads are one tensor."""
+    (weight, x, bias, *_), classes = heads()
+    own, other = (0.5, 0.0), (1.0, 0.0)
+    t = terms([weight, x, bias, weight, x, bias], classes, (*own, *other), (0.0, 1.0), 1)
+    expected = (logits(weight, x, bias, *own).softmax(-1) * logits(weight, x, bias, *other)).sum(-1)
+    gradients = [torch.autograd.grad(y.square().sum(), (weight, x, bias), create_graph=grads_again)
+                 for y in (mean(t), expected)]  # fmt: skip
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_rules_hold(tp: int) -> None:
     (weight, x, bias, other, other_x, other_bias), classes = heads()

@@ -210,6 +210,12 @@ class Accurate(nn.Module):
         return F.cross_entropy(z.flatten(0, 1), labels.flatten()), z.detach().argmax(-1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_verify_of_a_model_with_the_greatest_class(dtype: torch.dtype) -> None:
+    """`verify` computes in float64, where the greatest of cut logits has no key that ranks could compare."""
+    assert autotp.verify(Accurate().to(dtype), tp=2, example_inputs=(WORD_ROWS, LABELS)).ok
+
+
 @checks.on(2, 4)
 def the_first_of_the_greatest_logits_is_that_of_one_device(rank: int, n: int) -> None:
     expected = Accurate()(WORD_ROWS, LABELS)
@@ -218,6 +224,23 @@ def the_first_of_the_greatest_logits_is_that_of_one_device(rank: int, n: int) ->
         loss, places = mine(WORD_ROWS, LABELS)
         torch.testing.assert_close(loss, expected[0])
         assert torch.equal(places, expected[1])
+
+
+class PseudoLabelled(Accurate):
+    """The first reader of the logits stands before the greatest class, and the last one picks it."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.head(self.table(tokens))
+        lse, greatest = z.logsumexp(-1), z.argmax(-1)
+        return lse - z.gather(-1, greatest.unsqueeze(-1)).squeeze(-1), greatest
+
+
+@checks.on(1, 2)
+def classes_that_are_read_from_the_logits_are_no_labels_in_time(rank: int, n: int) -> None:
+    expected = PseudoLabelled()(WORD_ROWS, LABELS)
+    with small():
+        mine = autotp.parallelize(PseudoLabelled(), n, example_inputs=(WORD_ROWS, LABELS))
+        torch.testing.assert_close(mine(WORD_ROWS, LABELS), expected)
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())
