@@ -71,13 +71,13 @@ class LowMemory(StepsElements, Optimizer):
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         self._stepped_now = set[Tensor]()
+        self._keys: list[dict[str, bool]] = []
         super().__init__(params, *args, **kwargs)
         self._step_supports_amp_scaling = False  # The scaler then divides the gradients itself.
         self._stepper = plain_stepper(self, self.kind)
         self._memories: dict[torch.device, StateMemory] = {}
         self._settled: list[Any] = []
         self._buckets: list[list[ParameterRows]] = []
-        self._keys: list[dict[str, bool]] = []
         self._rooms: dict[Tensor, dict[str, StoredState]] = {}
         self.register_state_dict_post_hook(_opened_states)
         if self.in_backward:
@@ -123,6 +123,8 @@ class LowMemory(StepsElements, Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch does."""
         super().add_param_group(param_group)
+        if self._keys:  # Else it is a group of the first ones, which `_try` looks at.
+            self._keys.append(self._states_of(self.param_groups[-1]))
         for p in self.param_groups[-1]["params"] if self.in_backward else ():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(_steps_on_arrival(ref(self)))
@@ -173,10 +175,15 @@ class LowMemory(StepsElements, Optimizer):
     def _settle(self) -> None:
         """Divides the parameters into buckets, if they are others than in the last step, and takes memory for states.
 
+        Which states there are follows from the options that are on, such as `momentum`.
+
         Raises:
             Error: on every rank, if a host has not enough.
         """
-        identities = [(id(p), p.dtype, p.device, _is_stepped(p), layout_of_parameter(p)) for p in self._parameters]
+        identities: list[Any] = [
+            (id(p), p.dtype, p.device, _is_stepped(p), layout_of_parameter(p)) for p in self._parameters
+        ]
+        identities += [[key for key, value in group.items() if _is_on(value)] for group in self.param_groups]
         if identities == self._settled:
             return
         self._keys = [self._states_of(group) for group in self.param_groups]
@@ -205,7 +212,10 @@ class LowMemory(StepsElements, Optimizer):
         shared, others = (
             [(i, p) for i, p in pairs if (self._shared_blocks(p) > 0) == is_shared] for is_shared in (True, False)
         )
-        return [*in_buckets(shared), *in_buckets(others)]
+        by_ranks: dict[Any, list[tuple[int, Tensor]]] = {}
+        for i, p in shared:  # Parameters of two models may have other ranks.
+            by_ranks.setdefault(group_of_parts(p), []).append((i, p))
+        return [*(bucket for some in by_ranks.values() for bucket in in_buckets(some)), *in_buckets(others)]
 
     def _shared_blocks(self, p: Tensor) -> int:
         """Returns the number of blocks, in a row of the whole parameter, that several ranks have elements of."""
@@ -412,6 +422,11 @@ def _steps_on_arrival(optimizer: ref[LowMemory]) -> Callable[[Tensor], None]:
             owner.step_now(p)
 
     return step
+
+
+def _is_on(value: Any) -> bool:
+    """True for an option of a group that is a number other than 0, or True."""
+    return isinstance(value, bool | int | float) and bool(value)
 
 
 def _is_stepped(p: Tensor) -> bool:

@@ -134,12 +134,19 @@ def test_steps_in_any_layout_are_those_of_one_device(layout: Layout, zero: int, 
         torch.testing.assert_close(parameters[key], expected[key].detach(), rtol=0, atol=1e-10)
 
 
-def from_gradients(rank: int, n: int, layout: Layout, zero: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters and states in float32 after steps with gradients that every layout gets alike, bit for bit."""
+def from_gradients(
+    rank: int, n: int, layout: Layout, zero: int, momentum: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters and states in float32 after steps with gradients that every layout gets alike, bit for bit.
+
+    momentum: SGD, which gets its momentum after the first step
+    """
     trainer = trainer_of(layout, zero, model=built(torch.float32))
-    optimizer = low_memory(torch.optim.AdamW)(trainer.parameters(), **ADAMW)
+    kind, options = (torch.optim.SGD, {"lr": 0.1}) if momentum else (torch.optim.AdamW, ADAMW)
+    optimizer = low_memory(kind)(trainer.parameters(), **options)
     shapes = {name: x.shape for name, x in built().named_parameters()}
     for step in range(STEPS):
+        optimizer.param_groups[0] |= {"momentum": 0.9} if momentum and step else {}
         for name, p in trainer.named_parameters():
             draw = torch.Generator().manual_seed(hash((step, shapes[name])))
             p.grad = torch.randn(shapes[name], generator=draw)
@@ -165,6 +172,15 @@ def test_the_same_gradients_give_the_same_states_in_any_layout(layout: Layout, z
     found = {name: x for _, states_of_rank in every for name, x in states_of_rank.items()}
     assert found.keys() == expected_states.keys()
     assert all(torch.equal(found[name], x) for name, x in expected_states.items())
+
+
+def test_a_state_that_begins_later_is_the_same_in_any_layout() -> None:
+    """Ranks exchange the largest elements of its blocks, too."""
+    ((expected, expected_states),) = run_ranks(from_gradients, 1, (1, 1, 1), 0, True)
+    every = run_ranks(from_gradients, 3, (3, 1, 1), 0, True, timeout=100)
+    assert all(torch.equal(every[0][0][name], x) for name, x in expected.items())
+    assert expected_states and every[0][1].keys() == expected_states.keys()
+    assert all(torch.equal(every[0][1][name], x) for name, x in expected_states.items())
 
 
 # ---- checkpoints
@@ -402,6 +418,14 @@ class ByNorm(torch.optim.SGD):
 def parameters() -> list[nn.Parameter]:
     torch.manual_seed(0)
     return [nn.Parameter(torch.randn(64, 80)), nn.Parameter(torch.randn(64, 3))]
+
+
+def test_a_group_that_is_added_later_has_states_before_its_first_step() -> None:
+    first, second = parameters()
+    optimizer = low_memory(torch.optim.Adam)([first])
+    optimizer.add_param_group({"params": [second]})
+    moment = optimizer.taken(second, "exp_avg", torch.ones(64, 3))  # As a checkpoint gives it.
+    assert isinstance(moment, StoredState)
 
 
 def test_optimizers_of_whole_matrices_are_refused() -> None:
