@@ -6,7 +6,7 @@ Before: linear cut along `heads`       After: operands Copied and Shard(heads), 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -73,13 +73,20 @@ def needs(node: fx.Node, axes: Axes, leaf: Axis | None, have: Have, hoisted: Col
 
 def _deferred(node: fx.Node, axes: Axes, have: Have) -> frozenset[int] | None:
     """Returns the operands that can stay partial sums, or None: linear operands with this reader only."""
-    bound = axes.bound[node]
-    for group in bound.rule.linear:
-        operands = [bound.operands[i] for i in group]
+    for group, operands in _linear_in(axes.bound[node]):
         # A second reader of a partial sum would need it reduced all the same.
-        if operands and all(waits(n, have) for n in operands):
+        if all(waits(n, have) for n in operands):
             return group if _grows_not(node, operands) or _joins(node, axes, have) else None
     return None
+
+
+def _linear_in(bound: Bound) -> Iterator[tuple[frozenset[int], list[fx.Node]]]:
+    """Yields the operands of each group in which it is linear: a product is in each factor, `x * x` in none."""
+    for group in bound.rule.linear:
+        operands = [bound.operands[i] for i in group]
+        others = [n for i, n in enumerate(bound.operands) if i not in group]
+        if operands and not any(n in operands for n in others):
+            yield group, operands
 
 
 def waits(node: fx.Node, have: Have) -> bool:
@@ -103,7 +110,7 @@ def _joins(node: fx.Node, axes: Axes, have: Have) -> bool:
 
 
 def _is_linear(bound: Bound, operand: fx.Node) -> bool:
-    return any([bound.operands[i] for i in group] == [operand] for group in bound.rule.linear)
+    return any(operands == [operand] for _, operands in _linear_in(bound))
 
 
 def _grows_not(node: fx.Node, operands: list[fx.Node]) -> bool:

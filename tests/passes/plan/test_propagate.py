@@ -63,6 +63,7 @@ def through(target: Any, *rest: Any, also: Any = None) -> Callable[..., Any]:
         pytest.param(through(aten.reshape.default, [6, 5]), "{+tp}", id="view"),
         pytest.param(through(aten.sum.dim_IntList, [0]), "{+tp}", id="sum"),
         pytest.param(through(aten.add.Tensor, "y"), "{+tp}", id="sum-with-itself"),
+        pytest.param(through(aten.mul.Tensor, "y"), "", id="times-itself"),
         pytest.param(through(aten.add.Tensor, "b"), "", id="plus-a-whole-value"),
         pytest.param(through(aten.exp.default), "", id="not-linear"),
         pytest.param(through(aten.expand.default, [7, 2, 3, 5]), "", id="grows"),
