@@ -32,6 +32,8 @@ from autotp.passes.emit.memory.graph_table import GraphTable, SetsFates, graph_t
 
 FATES: tuple[Fate, ...] = ("recompute", "host", "bits")
 GIGABYTE = 10**9
+MOST = 64
+"""The most kinds of calls whose choices are kept."""
 ALTERNATIVE = "shorter sequences, a smaller microbatch, or more ranks: `autotp search` lists layouts that fit"
 
 
@@ -148,6 +150,8 @@ class Budget(SetsFates):
         key = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in inputs)
         if key not in self._choices:
             self._choices[key] = self._chosen(inputs, agrees)
+            if len(self._choices) > MOST:
+                del self._choices[next(iter(self._choices))]
         self.latest = self._choices[key]
         blocks = [self.module.get_submodule(call.target) for call in self.latest.table.calls]
         tables = [self.latest.table.tables[call.kind] for call in self.latest.table.calls]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from small_models import gpt
 from torch import Tensor, nn
 
 import autotp
+from autotp.passes.emit.memory import budget
 from autotp.passes.emit.memory.budget import Allowance, Budget, budget_of, budget_on
 from autotp.runtime.module import executable_of
 
@@ -22,9 +24,9 @@ BUDGETS = ("90%", "70%", "50%", "30%")
 
 
 def budget_in(model: nn.Module) -> Budget:
-    budget = budget_of(executable_of(model).latest.ready.module)
-    assert budget is not None
-    return budget
+    operator = budget_of(executable_of(model).latest.ready.module)
+    assert operator is not None
+    return operator
 
 
 def kept_bytes(model: nn.Module, run: Any) -> int:
@@ -107,9 +109,9 @@ def stages_of_a_pipeline_choose_each_for_itself(rank: int, n: int) -> None:
             torch.testing.assert_close(value, reference, rtol=0, atol=0)
         if memory is not None:
             (stage,) = trainer._pipelines[0].stages.values()
-            budget = budget_of(stage.module)
-            assert budget is not None and budget.latest is not None and budget.allowance.calls == n - rank
-            assert (budget.latest.kept < budget.latest.kept_without) == (memory == "50%")
+            own = budget_of(stage.module)
+            assert own is not None and own.latest is not None and own.allowance.calls == n - rank
+            assert (own.latest.kept < own.latest.kept_without) == (memory == "50%")
 
 
 @checks.on(2)
@@ -179,11 +181,22 @@ def test_evaluation_chooses_nothing() -> None:
 def test_a_stage_of_a_pipeline_keeps_several_microbatches() -> None:
     """In bytes: the limit is for all of them."""
     tokens = torch.randint(0, 64, (4, 16))
-    budget = budget_in(autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory="2GB"))
-    whole = budget.choose((tokens, tokens))
+    model = autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory="2GB")
+    whole = budget_in(model).choose((tokens, tokens))
     one, three = Allowance(memory="2GB"), Allowance(memory="2GB", calls=3)
     assert three.measure(whole.table, whole.whole) - one.measure(whole.table, whole.whole) == 2 * whole.kept_without
     assert Allowance(memory=1000, fixed=400, share=0.5).limit(whole.table, whole.whole) == 300
+
+
+def test_choices_of_many_kinds_of_calls_do_not_pile_up() -> None:
+    tokens = torch.randint(0, 64, (4, 16))
+    model = autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory="50%")
+    with patch.object(budget, "MOST", 2):
+        kept = []
+        for length in (16, 12, 8, 16):
+            model(tokens[:, :length], tokens[:, :length]).backward()
+            kept.append(budget_in(model).latest.kept)  # type: ignore[union-attr]
+    assert len(budget_in(model)._choices) == 2 and kept[0] == kept[3] > kept[1] > kept[2]
 
 
 def test_the_plan_shows_what_a_budget_did() -> None:
