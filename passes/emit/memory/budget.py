@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from autotp.costs.hardware import Hardware, hardware_at
 from autotp.costs.work import without_processes
@@ -199,7 +199,14 @@ class Budget(SetsFates):
                 self._fake(self.held[node.name] if node.name in self.held else next(given))
                 for node in self.module.graph.find_nodes(op="placeholder")
             ]
-            table = graph_table(self.module, args, self.held, counted, device)
+            try:
+                table = graph_table(self.module, args, self.held, counted, device)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise Error(
+                    f"memory= counts bytes before a call, and `{error.func}` makes sizes of values",
+                    fix='recompute="full"',
+                    alternative='experts="width", if it is the rows of experts',
+                ) from error
         return table if self.even else replace(table, tables=[*map(without_collectives, table.tables)])
 
     def _fake(self, x: Any) -> Any:

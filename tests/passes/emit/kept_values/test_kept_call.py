@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from memory.fates import CASES, GRAPH, operands, step
+from budgets.fates import CASES, GRAPH, operands, step
 from ranks import Checks
 from small_models import Mixture, gpt, tokens
 from torch import Tensor, fx, nn

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory.fates import CASES, GRAPH, every, operands, step
+from budgets.fates import CASES, GRAPH, every, operands, step
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef

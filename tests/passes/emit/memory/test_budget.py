@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from errors import message
 from ranks import Checks
-from small_models import gpt
+from small_models import Mixture, gpt
 from torch import Tensor, nn
 
 import autotp
@@ -48,6 +48,15 @@ def kept_bytes(model: nn.Module, run: Any) -> int:
 def a_budget_changes_no_number(rank: int, n: int) -> None:
     """Bitwise, with dropout, in calls of two sizes; and what is kept is what was predicted."""
     expect_same_numbers(n, sequence_parallel=False)
+
+
+@checks.on(2)
+def sizes_of_values_cannot_be_counted(rank: int, n: int) -> None:
+    """A rank's rows of whole experts are known in the call only."""
+    options: dict[str, Any] = {"experts": "expert", "memory": "50%", "example_inputs": (torch.randn(12, 8),)}
+    text = message(lambda: autotp.parallelize(Mixture(), n, **options))
+    assert "memory= counts bytes before a call, and `aten._local_scalar_dense.default` makes sizes of values" in text
+    assert 'try      recompute="full"' in text
 
 
 @checks.on(2)

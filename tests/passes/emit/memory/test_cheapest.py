@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from memory.fates import every_choice, random_table
+from budgets.fates import every_choice, random_table
 from torch import fx
 
 from autotp.costs.hardware import CPU_GLOO, H100_80GB

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
+from budgets.fates import budgeted
 from graphs import some
-from memory.fates import budgeted
 from torch import Tensor
 
 FLOAT = some(1).itemsize

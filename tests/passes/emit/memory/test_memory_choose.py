@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from memory.fates import every_choice, random_table
+from budgets.fates import every_choice, random_table
 
 from autotp.costs.hardware import CPU_GLOO
 from autotp.passes.emit.memory.block_table import BlockTable

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
+from budgets.fates import budgeted, two_blocks
 from graphs import some
-from memory.fates import budgeted, two_blocks
 from torch import fx, nn
 
 from autotp.passes.emit.kept_values.recomputed import Recomputed
