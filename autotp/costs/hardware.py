@@ -183,8 +183,8 @@ def hardware_at(device: torch.device) -> Hardware:
         return CPU_GLOO
     facts = torch.cuda.get_device_properties(device)
     name = facts.name.lower()
-    alike = [kind for kind in KINDS.values() if kind.is_gpu and kind.name.partition("-")[0] in name]
-    nearest = min(alike or [H100_80GB], key=lambda kind: abs(kind.memory - facts.total_memory))
+    of_this_name = [gpu for gpu in KINDS.values() if gpu.is_gpu and gpu.name.partition("-")[0] in name]
+    nearest = min(of_this_name or [H100_80GB], key=lambda gpu: abs(gpu.memory - facts.total_memory))
     return replace(nearest, memory=float(facts.total_memory))
 
 

@@ -66,9 +66,10 @@ class Work(TorchDispatchMode):
         if name not in COLLECTIVES:  # A wait.
             return
         ranks = _resolve_process_group(args[-1]).size()
-        whole = max(sum(map(bytes_moved, before)), sum(map(bytes_moved, after)))
+        # The whole tensor is the result of an all-gather, and the operand of a reduce-scatter.
+        nbytes = max(sum(map(bytes_moved, before)), sum(map(bytes_moved, after)))
         group = RankGroup(size=ranks, stride=1)
-        self.seconds += collective_seconds(COLLECTIVES[name], whole, group, self.device)
+        self.seconds += collective_seconds(COLLECTIVES[name], nbytes, group, self.device)
         self.collectives += 1
 
     def _compute(self, func: Any, before: list[Tensor], after: list[Tensor], args: Any, kwargs: Any, out: Any) -> None:

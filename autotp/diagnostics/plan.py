@@ -158,7 +158,7 @@ class MemoryPlan:
         fixed: bytes of parameters, gradients and states of AdamW.
         kept: bytes that a call keeps for backward.
         kept_without: bytes that it would keep without a budget.
-        seconds: what backward takes longer, as predicted.
+        seconds: how much longer backward takes, as predicted.
         collectives: the number of collectives that run again.
         gigabyte: seconds of a call that the next gigabyte would save.
         largest: the largest kept values, by line of the model.
@@ -315,8 +315,8 @@ class Plan(Shown):
         head = ("cut", "shape", "forward", "backward", "why")
         cut = Table(head, _cut_rows(self), ("cut", "", "sent", "sent", "note"))
         whole = Table(("whole on every rank", "shape", "why", "at"), _whole_rows(self), ("whole", "", "note", "note"))
-        kept = Table(("kept for backward", "bytes", "stay", "budget"), _kept_rows(self), ("", "", "", "note"))
-        tables = [table for table in (cut, whole, kept) if table.rows]
+        largest = Table(("kept for backward", "bytes", "stay", "budget"), _kept_rows(self), ("", "", "", "note"))
+        tables = [table for table in (cut, whole, largest) if table.rows]
         return Sheet(f"{self.model} on {self.sizes}", (*tables, tuple(_totals(self))))
 
 
@@ -345,8 +345,8 @@ def _done(row: KeptRow) -> str:
 
 def _memory_lines(memory: MemoryPlan) -> Iterator[str]:
     """Yields the lines about a budget."""
-    kept, whole = bytes_text(memory.kept), bytes_text(memory.kept_without)
-    yield f"memory      {memory.memory}: a call keeps {kept} of {whole}; this rank needs {bytes_text(memory.needed)}"
+    nbytes, without_budget, needed = map(bytes_text, (memory.kept, memory.kept_without, memory.needed))
+    yield f"memory      {memory.memory}: a call keeps {nbytes} of {without_budget}; this rank needs {needed}"
     again = f", with {memory.collectives} collectives" * (memory.collectives > 0)
     yield f"budget      backward takes {memory.seconds * 1e3:.3g} ms longer{again} (predicted)"
     yield f"budget      the next gigabyte would save {memory.gigabyte * 1e3:.3g} ms"

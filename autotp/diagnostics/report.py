@@ -73,10 +73,10 @@ def memory_plan(module: fx.GraphModule) -> MemoryPlan | None:
                 rows.setdefault(line_of(value.node), []).append(row)
     for memory, node in choice.table.outside.items():
         rows.setdefault(line_of(node), []).append((choice.table.sizes[memory],) * 2 + ("keep",))
-    largest = [
-        KeptRow(at, sum(row[0] for row in kept), sum(row[1] for row in kept), dict(Counter(row[2] for row in kept)))
-        for at, kept in rows.items()
-    ]
+    largest = []
+    for line, values in rows.items():
+        bytes_made, bytes_staying, fates = zip(*values, strict=True)
+        largest.append(KeptRow(line, sum(bytes_made), sum(bytes_staying), dict(Counter(fates))))
     return MemoryPlan(
         memory=choice.allowance.memory, needed=choice.needed, fixed=choice.allowance.fixed, kept=choice.kept,
         kept_without=choice.kept_without, seconds=choice.chosen.seconds, collectives=choice.chosen.collectives,

@@ -72,6 +72,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
 
 
 def loss_of(output: Any) -> Tensor:
+    """Returns the loss of what a model returned."""
     loss: Tensor = output if isinstance(output, Tensor) else output.loss
     return loss
 
@@ -137,6 +138,7 @@ def measure(name: str, rounds: int) -> None:
 
 
 def main() -> None:
+    """Prints a row of the table for each model and budget."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="*", default=list(MODELS))

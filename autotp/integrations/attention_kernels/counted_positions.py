@@ -38,14 +38,14 @@ def with_ends_of_positions(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]
     utilities: Any = sys.modules.get(UTILITIES)
     positions = kwargs.get("position_ids")
     is_flash = "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
-    told = [f"{name}_{of}" for name in ("cu_seq_lens", "max_length") for of in "qk"]
-    others = any(kwargs.get(name) is not None for name in (*told, MASK))
-    if utilities is None or not is_flash or others or not isinstance(positions, Tensor) or positions.is_meta:
+    names = [f"{name}_{of}" for name in ("cu_seq_lens", "max_length") for of in "qk"]
+    tells_documents = any(kwargs.get(name) is not None for name in (*names, MASK))
+    if utilities is None or not is_flash or tells_documents or not isinstance(positions, Tensor) or positions.is_meta:
         return kwargs
     if positions.dim() != 2 or len(positions) != 1:
         return kwargs
     ends, longest = utilities.prepare_fa_kwargs_from_position_ids(positions.cpu())
-    return {**kwargs, **dict(zip(told, (*ends, *map(int, longest)), strict=True))}
+    return {**kwargs, **dict(zip(names, (*ends, *map(int, longest)), strict=True))}
 
 
 @contextmanager

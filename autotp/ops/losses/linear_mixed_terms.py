@@ -67,12 +67,12 @@ def terms_at_once(
     lse = z.logsumexp(-1)
     terms = [lse, own_class.squeeze(-1)]
     if not mix.is_empty:
-        d, p, others = z * mix.own_part, z.softmax(-1), []
+        d, p, other_lse = z * mix.own_part, z.softmax(-1), []
         if mix.weight is not None and mix.x is not None:
-            other = _all_logits(mix.weight, mix.x, mix.scale, mix.cap, mix.bias)
-            d, others = d + other * mix.other_part, [other.logsumexp(-1)]
+            other_logits = _all_logits(mix.weight, mix.x, mix.scale, mix.cap, mix.bias)
+            d, other_lse = d + other_logits * mix.other_part, [other_logits.logsumexp(-1)]
         terms += [lse + (p * part).sum(-1).log1p() for part in (d.where(d >= 0, 0), -d.where(d < 0, 0))]
-        terms += others
+        terms += other_lse
     return torch.stack(terms)
 
 
@@ -98,10 +98,10 @@ class LinearMixedTerms(torch.autograd.Function):
         number = 4 + (other_weight is not None)
         terms = x.new_empty((number, len(index)), dtype=torch.promote_types(x.dtype, torch.float32))
         for part in row_chunks(len(index), 2 * len(weight)):
-            z, d, other, _ = heads.tile(slice(None), part)
-            if other is not None:
-                terms[4, part] = exponentiate(other)
-                del other
+            z, d, other_logits, _ = heads.tile(slice(None), part)
+            if other_logits is not None:
+                terms[4, part] = exponentiate(other_logits)
+                del other_logits
             terms[1, part] = picked(z, index[part], start, size)
             terms[0, part] = exponentiate(z)
             for i, mean in ((2, _mean_of(z, d.clamp(min=0))), (3, _mean_of(z, d.neg_().clamp_(min=0)))):
@@ -130,8 +130,14 @@ class LinearMixedTerms(torch.autograd.Function):
 
         def probabilities(block: slice, part: slice) -> tuple[Tensor, Tensor, Tensor, Any, list[Any]]:
             with torch.enable_grad():  # As in forward: an estimate counts what is computed again by itself.
-                z, d, other, slopes = heads.tile(block, part, with_slopes=True)
-            return z.sub_(terms[0, part, None]).exp_(), d, torch.where(d >= 0, up[part], -down[part]), other, slopes
+                z, d, other_logits, slopes = heads.tile(block, part, with_slopes=True)
+            return (
+                z.sub_(terms[0, part, None]).exp_(),
+                d,
+                torch.where(d >= 0, up[part], -down[part]),
+                other_logits,
+                slopes,
+            )
 
         def of_own(block: slice, part: slice) -> Tensor:
             p, d, sign, _, slopes = probabilities(block, part)
@@ -140,17 +146,17 @@ class LinearMixedTerms(torch.autograd.Function):
             return grad_of_product(g, slopes[0], ctx.where[2], heads.rows.dtype)
 
         def of_other(block: slice, part: slice) -> Tensor:
-            p, _, sign, other, slopes = probabilities(block, part)
+            p, _, sign, other_logits, slopes = probabilities(block, part)
             g = p.mul_(sign).mul_(ctx.numbers[1])
-            g.add_(other.sub_(terms[4, part, None]).exp_().mul_(grad[4, part, None]))
+            g.add_(other_logits.sub_(terms[4, part, None]).exp_().mul_(grad[4, part, None]))
             return grad_of_product(g, slopes[1], ctx.numbers[2], heads.rows.dtype)
 
-        own = _in_order(sums_of_tiles(heads.weight, heads.rows, needed[:3], of_own), operands[1])
-        of_others: Sequence[Tensor | None] = (None, None, None)
+        of_own_head = _in_order(sums_of_tiles(heads.weight, heads.rows, needed[:3], of_own), operands[1])
+        of_other_head: Sequence[Tensor | None] = (None, None, None)
         if any(needed[3:]):
             sums = sums_of_tiles(heads.other_weight, heads.other_rows, needed[3:], of_other)
-            of_others = _in_order(sums, operands[4])
-        return *own, *of_others, None, None, None
+            of_other_head = _in_order(sums, operands[4])
+        return *of_own_head, *of_other_head, None, None, None
 
 
 def _in_order(sums: Sequence[Tensor | None], x: Tensor) -> Sequence[Tensor | None]:
@@ -189,14 +195,14 @@ class _Heads(NamedTuple):
         """
         z = logits_of(self.rows[part], self.weight[block], _block(self.bias, block), self.scale, self.cap)
         own_part, other_part, scale, cap = self.numbers
-        d, other, slopes = z * own_part, None, [slope_of(z, self.cap) if with_slopes else None, None]
+        d, other_logits, slopes = z * own_part, None, [slope_of(z, self.cap) if with_slopes else None, None]
         if self.other_weight is not None:
-            other = logits_of(
+            other_logits = logits_of(
                 self.other_rows[part], self.other_weight[block], _block(self.other_bias, block), scale, cap
             )
-            slopes[1] = slope_of(other, cap) if with_slopes else None
-            d.add_(other, alpha=other_part)
-        return z, d, other, slopes
+            slopes[1] = slope_of(other_logits, cap) if with_slopes else None
+            d.add_(other_logits, alpha=other_part)
+        return z, d, other_logits, slopes
 
 
 def _block(bias: Tensor | None, block: slice) -> Tensor | None:
