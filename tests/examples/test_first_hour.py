@@ -21,7 +21,7 @@ def shown(cell: Any) -> str:
     """What a cell shows: its result as HTML, and what it prints, with numbers as far as they are the same each time."""
     texts = [output.data["text/html"] for output in cell.outputs if "text/html" in output.get("data", {})]
     texts += [output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout"]
-    text = re.sub(r"\d\.\de-\d\d  [\w.]+", "ROUND-OFF", "".join(texts))
+    text = re.sub(r"\d\.\d(e-\d\d|e\+00)  [\w.]+", "ROUND-OFF", "".join(texts))
     return re.sub(r"\d+\.\d+(?=\n)", lambda number: f"{float(number[0]):.1f}", text)
 
 
