@@ -21,7 +21,9 @@ BEGINS = HostValues()
 
 
 def dispatch(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) -> Tensor:
-    """Returns the rows that chose the experts `start` to `stop`, in the experts' order. Waits for the device, once.
+    """Returns the rows that chose the experts `start` to `stop`, in the experts' order.
+
+    Waits for the device once, if `exchange_counts` has not done so for this choice.
 
     Args:
         chosen: [rows] the index of each row's expert.
@@ -36,9 +38,11 @@ def dispatch(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) 
     """
     # Stable: the rows of an expert stay in the order in which one device multiplies them.
     ordered, places = torch.sort(_wrapped(chosen, number, grouped), stable=True)
-    experts = torch.arange(number + 1, dtype=ordered.dtype, device=ordered.device)
-    begins = torch.searchsorted(ordered, experts).tolist()
-    BEGINS.keep(chosen, begins)
+    begins = BEGINS.of(chosen)
+    if begins is None:
+        experts = torch.arange(number + 1, dtype=ordered.dtype, device=ordered.device)
+        begins = torch.searchsorted(ordered, experts).tolist()
+        BEGINS.keep(chosen, begins)
     if begins[0] or begins[-1] < len(chosen):
         wrong = int(ordered[0] if begins[0] else ordered[-1])
         raise Error(
