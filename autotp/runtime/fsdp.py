@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autotp.sharding.boxes import has_dtensors
 
@@ -58,6 +58,19 @@ def shard(
         unit.set_gradient_divide_factor(1.0)
         # Else FSDP would ask for PREMUL_SUM, which only NCCL has.
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def divide(root: nn.Module, names: Collection[str], mesh: DeviceMesh) -> list[nn.Parameter]:
+    """Leaves each rank of a mesh some rows of these parameters, as DTensors; returns these."""
+    parts: dict[str, nn.Parameter] = {}
+    for name in names:
+        path, _, key = name.rpartition(".")
+        parameter = root.get_parameter(name)
+        rows = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()  # So that the whole can be freed.
+        tensor = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+        parts[name] = nn.Parameter(tensor, parameter.requires_grad)
+        root.get_submodule(path)._parameters[key] = parts[name]
+    return list(parts.values())
 
 
 def replicate(root: nn.Module, mesh: DeviceMesh) -> None:

@@ -35,6 +35,7 @@ def distribute(
     pp: int = 1,
     dp: int = 1,
     cp: int = 1,
+    ep: int = 1,
     microbatches: int = 1,
     schedule: Schedule = "1F1B",
     interleave: int | None = None,
@@ -59,6 +60,8 @@ def distribute(
         pp: pipeline parallelism: the number of ranks that the model's blocks are divided among.
         dp: data parallelism: the number of replicas, of `tp * cp * pp` ranks each, with its own part of the batch each.
         cp: context parallelism: the number of ranks that sequences are cut over, as in `parallelize`.
+        ep: expert parallelism: the number of neighbouring replicas that experts are cut over. It divides `dp`: replicas
+            send each other the rows of a mixture of experts, and each has some experts whole, or cut by `tp` in width.
         microbatches: the number of parts in which a replica computes its part of the batch.
         schedule: the order in which microbatches go through the pipeline, named as torch's schedules. Under
             "interleaved", "zero-bubble" and "zero-bubble-v" each rank has two stages.
@@ -103,7 +106,7 @@ def distribute(
         tell_errors()
         expect_options(distribute, options)
         training = Training(
-            outputs="local", summed=True, cp=cp, microbatches=microbatches, schedule=schedule, interleave=interleave,
+            outputs="local", summed=True, cp=cp, ep=ep, microbatches=microbatches, schedule=schedule, interleave=interleave,
             zero=zero, compute_dtype=compute_dtype, **options,
         )  # fmt: skip
         # What one process can check alone comes first: `_mesh` connects the processes.
@@ -114,7 +117,7 @@ def distribute(
         expect_timeout(timeout)
         return watched(Trainer(opened, _mesh(sizes, timeout), training, example_inputs, loss_scaler, timeout))
 
-    cp_text, name = f", cp={cp}" * (cp != 1), type(model).__name__ if isinstance(model, nn.Module) else str(model)
+    cp_text, name = f", cp={cp}" * (cp != 1) + f", ep={ep}" * (ep != 1), type(model).__name__ if isinstance(model, nn.Module) else str(model)
     return within(f"distribute({name}, tp={tp}, pp={pp}, dp={dp}{cp_text})", run)
 
 
@@ -132,10 +135,29 @@ def _expect_model(model: Any, dtype: torch.dtype | None) -> nn.Module | OpensMod
 def expect_training(training: Training, pp: int, dp: int, tp: int) -> None:
     """Raises Error if `distribute` does not have an option, or a size is no whole number of 1 or more."""
     expect_choices(training, {"schedule": tuple(ENGINES), "zero": (0, 1, 2, 3), "compute_dtype": COMPUTE_DTYPES})
-    for name, size in {"pp": pp, "dp": dp, "tp": tp, "cp": training.cp, "microbatches": training.microbatches}.items():
+    sizes = {"pp": pp, "dp": dp, "tp": tp, "cp": training.cp, "ep": training.ep, "microbatches": training.microbatches}
+    for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
     engine_of(training.schedule, training.interleave)
+    _expect_experts(training, dp)
+
+
+def _expect_experts(training: Training, dp: int) -> None:
+    """Raises Error if experts cannot be cut over replicas in this layout, or beside another option."""
+    ep = training.ep
+    if dp % ep:
+        raise Error(f"ep={ep} does not divide dp={dp}: experts are cut over replicas", fix=f"ep={math.gcd(ep, dp)}")
+    if ep == 1:
+        return
+    if training.zero and ep != dp:
+        problem = f"ep={ep} beside zero={training.zero} and dp={dp}: experts are not divided over replicas once more"
+        raise Error(problem, fix=f"ep={dp}, or zero=0")
+    if training.memory is not None:
+        problem = f"ep={ep} beside memory={training.memory!r}: how many rows arrive is not known"
+        raise Error(problem, fix='recompute="selective"')
+    if training.overlap != "none":
+        raise Error(f"ep={ep} beside overlap={training.overlap!r}", fix='overlap="none"')
 
 
 def _mesh(sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:

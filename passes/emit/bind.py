@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import fx
 
-from autotp.ops import collectives
+from autotp.ops import collectives, expert_exchange
 from autotp.ops.async_linear import async_linear
 from autotp.ops.attention.products import attention
 from autotp.ops.coalesced import together
@@ -27,6 +27,7 @@ from autotp.rules.traits import in_place_of
 COMMUNICATING = frozenset({
     collectives.copy, collectives.reduce, collectives.scatter, collectives.gather, collectives.all_gather,
     collectives.reduce_scatter, collectives.all_to_all, collectives.halo, collectives.share, together, async_linear,
+    expert_exchange.exchange_counts, expert_exchange.to_experts, expert_exchange.to_rows,
 })  # fmt: skip
 """Operators whose second argument is the mesh axis over which they communicate."""
 
