@@ -60,17 +60,16 @@ def shard(
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def divide(root: nn.Module, names: Collection[str], mesh: DeviceMesh) -> list[nn.Parameter]:
-    """Leaves each rank of a mesh some rows of these parameters, as DTensors; returns these."""
-    parts: dict[str, nn.Parameter] = {}
+def divided(root: nn.Module, names: Collection[str], mesh: DeviceMesh) -> list[nn.Parameter]:
+    """Makes these parameters, of which each rank of a mesh holds as many rows, DTensors; returns those."""
+    made = []
     for name in names:
         path, _, key = name.rpartition(".")
         parameter = root.get_parameter(name)
-        rows = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()  # So that the whole can be freed.
-        tensor = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
-        parts[name] = nn.Parameter(tensor, parameter.requires_grad)
-        root.get_submodule(path)._parameters[key] = parts[name]
-    return list(parts.values())
+        tensor = DTensor.from_local(parameter.data, mesh, [Shard(0)], run_check=False)
+        made.append(nn.Parameter(tensor, parameter.requires_grad))
+        root.get_submodule(path)._parameters[key] = made[-1]
+    return made
 
 
 def replicate(root: nn.Module, mesh: DeviceMesh) -> None:

@@ -106,8 +106,8 @@ def distribute(
         tell_errors()
         expect_options(distribute, options)
         training = Training(
-            outputs="local", summed=True, cp=cp, ep=ep, microbatches=microbatches, schedule=schedule, interleave=interleave,
-            zero=zero, compute_dtype=compute_dtype, **options,
+            outputs="local", summed=True, cp=cp, ep=ep, microbatches=microbatches, schedule=schedule,
+            interleave=interleave, zero=zero, compute_dtype=compute_dtype, **options,
         )  # fmt: skip
         # What one process can check alone comes first: `_mesh` connects the processes.
         opened = _expect_model(model, dtype)
@@ -117,8 +117,9 @@ def distribute(
         expect_timeout(timeout)
         return watched(Trainer(opened, _mesh(sizes, timeout), training, example_inputs, loss_scaler, timeout))
 
-    cp_text, name = f", cp={cp}" * (cp != 1) + f", ep={ep}" * (ep != 1), type(model).__name__ if isinstance(model, nn.Module) else str(model)
-    return within(f"distribute({name}, tp={tp}, pp={pp}, dp={dp}{cp_text})", run)
+    more, name = f", cp={cp}" * (cp != 1), type(model).__name__ if isinstance(model, nn.Module) else str(model)
+    more += f", ep={ep}" * (ep != 1)
+    return within(f"distribute({name}, tp={tp}, pp={pp}, dp={dp}{more})", run)
 
 
 def _expect_model(model: Any, dtype: torch.dtype | None) -> nn.Module | OpensModel:
@@ -153,11 +154,18 @@ def _expect_experts(training: Training, dp: int) -> None:
     if training.zero and ep != dp:
         problem = f"ep={ep} beside zero={training.zero} and dp={dp}: experts are not divided over replicas once more"
         raise Error(problem, fix=f"ep={dp}, or zero=0")
-    if training.memory is not None:
-        problem = f"ep={ep} beside memory={training.memory!r}: how many rows arrive is not known"
+    if training.memory is not None or training.recompute == "full":
+        option = 'recompute="full"' if training.memory is None else f"memory={training.memory!r}"
+        problem = f"ep={ep} beside {option}: how many rows arrive for a rank's experts is not known before they do"
         raise Error(problem, fix='recompute="selective"')
+    if training.cp > 1:
+        raise Error(f"ep={ep} beside cp={training.cp}: rows of experts are not cut along the sequence", fix="cp=1")
     if training.overlap != "none":
-        raise Error(f"ep={ep} beside overlap={training.overlap!r}", fix='overlap="none"')
+        problem = f"ep={ep} beside overlap={training.overlap!r}: halves of a batch would send their rows in turns"
+        raise Error(problem, fix='overlap="none"')
+    if ENGINES[training.schedule].halves:
+        problem = f"ep={ep} beside schedule={training.schedule!r}: in its halves of backward rows do not travel"
+        raise Error(problem, fix='schedule="1F1B"')
 
 
 def _mesh(sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:

@@ -87,9 +87,11 @@ def expert_meshes(place: Mesh, mesh: DeviceMesh, ep: int, timeout: timedelta) ->
     dim, existing = (mesh.mesh_dim_names or ()).index("dp"), mesh.get_all_groups()
     # [... dp ...] -> [rows dp/ep ep]
     replicas = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim) // ep, ep)
-    rows = {"ep": replicas, "dp/ep": replicas.transpose(1, 2)}
-    along, copies = (mesh_along(place, _group(existing, x.flatten(0, 1), timeout, axis), axis) for axis, x in rows.items())
-    return along, copies
+
+    def along(axis: str, rows: torch.Tensor) -> Mesh:
+        return mesh_along(place, _group(existing, rows.flatten(0, 1), timeout, axis), axis)
+
+    return along("ep", replicas), along("dp/ep", replicas.transpose(1, 2))
 
 
 def mesh_along(place: Mesh, group: Any, axis: str) -> Mesh:

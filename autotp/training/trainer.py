@@ -50,13 +50,13 @@ from autotp.passes.emit.attach_parameters import Owner, module_at, place_in, val
 from autotp.passes.emit.memory.budget import budget_on
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.stages import Division, Stage, staged
-from autotp.passes.plan.expert_parallel import EP, exchanges
+from autotp.passes.plan.experts.expert_parallel import EP, exchanges
 from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.call_consistency import SAME_ROWS
 from autotp.runtime.executable import CHECKED_CALLS, MOST
-from autotp.runtime.fsdp import divide, gather_ahead, pace, replicate, shard
+from autotp.runtime.fsdp import divided, gather_ahead, pace, replicate, shard
 from autotp.runtime.graph_digest import digest, draws_alike, order_of, same_cards, same_graph, same_order
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.shard_parameters import leave_behind, shard_parameters
@@ -65,6 +65,7 @@ from autotp.runtime.torch_hooks.loading import part_in
 from autotp.runtime.torch_hooks.optimizer_steps import count_anew, steps_taken
 from autotp.sharding.boxes import is_sharded, local_of
 from autotp.sharding.layout import Layout
+from autotp.sharding.partition import chunk_bounds
 from autotp.source_location import block_in
 from autotp.tracebacks import shorten_traceback
 from autotp.training import process_groups as groups
@@ -288,14 +289,18 @@ class Trainer(InGraphs, HasHoldings):
             return [same_order(order_of(lowered), groups_of_ranks[REPLICA]), *cards]
 
         lowered = agree(self._ranks, lambda: rank_graph(analysis, self.place.rank, training.randomness), facts)
-        self.plan = division(training, mesh["pp"].size(), analysis, lowered)
+        self.plan = replace(
+            division(training, mesh["pp"].size(), analysis, lowered), experts=analysis.notes.get("experts", "")
+        )
         stages = self._cut(analysis, lowered)
         # What cannot be is known before we take over.
         self._engine(analysis, {i: nn.Identity() for i in self._my_stages})
-        self._hold(model, analysis, stages, read_folder)
-        whole = dict(self.named_parameters())
         self._exchanges = exchanges(analysis.graph, analysis.captured.parameters)
-        self._experts = self._divide_experts()
+        of_experts = dict.fromkeys(name for some in self._exchanges for name in some)
+        self._hold(model, analysis, stages, read_folder, of_experts)
+        whole = dict(self.named_parameters())
+        # In the order of the model, which is the same on all ranks.
+        self._experts = dict.fromkeys(divided(self, [name for name in whole if name in of_experts], self._mesh_of_rows))
         self._original = OriginalModel(model)
         self._holders = groups.holders(stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of)
         self._groups = groups_of(self._ranks.rank, mesh, self._holders.values())
@@ -436,9 +441,18 @@ class Trainer(InGraphs, HasHoldings):
         return staged(lowered, self.plan.blocks, list(analysis.captured.parameters))
 
     def _hold(
-        self, model: nn.Module, analysis: Program, every: Sequence[Stage], read_folder: ReadsParts | None
+        self,
+        model: nn.Module,
+        analysis: Program,
+        every: Sequence[Stage],
+        read_folder: ReadsParts | None,
+        of_experts: Collection[str],
     ) -> None:
-        """Registers this rank's parts of the tensors that its stages read; a block becomes an `Owner`."""
+        """Registers this rank's parts of the tensors that its stages read; a block becomes an `Owner`.
+
+        Args:
+            of_experts: the parameters of which it holds the rows of its own experts.
+        """
         names, stages = analysis.captured.parameters | analysis.captured.buffers, [every[i] for i in self._my_stages]
         read = {name for stage in stages for name in placeholders(stage.graph)}
         read |= set(placeholders(analysis.totals.counts)) if analysis.totals is not None else set()
@@ -448,8 +462,9 @@ class Trainer(InGraphs, HasHoldings):
         parameters = {name for name, _ in model.named_parameters()}
         for name in (name for stage in stages for name in stage.blocks):
             module_at(self, name, Owner)
-        of_files = read_folder(self.layouts, self.place, needed) if read_folder is not None else {}
-        parts = shard_parameters(model, self.layouts, self.place.rank, self.everyone, of_files, needed)
+        layouts = self.layouts | {name: self._of_own_experts(self.layouts[name]) for name in of_experts}
+        of_files = read_folder(layouts, self.place, needed) if read_folder is not None else {}
+        parts = shard_parameters(model, layouts, self.place.rank, self.everyone, of_files, needed)
         for name, tensor in parts.items():
             path, _, key = name.rpartition(".")
             module = module_at(self, path)
@@ -494,10 +509,9 @@ class Trainer(InGraphs, HasHoldings):
             return self.mesh["dp"]
         return DeviceMesh.from_group(group_of(self._ep), self.place.device.type, mesh_dim_names=(EP,))
 
-    def _divide_experts(self) -> dict[nn.Parameter, None]:
-        """Leaves this rank the weights of its own experts; returns them in the order of the model."""
-        held, names = dict(self.named_parameters()), dict.fromkeys(name for some in self._exchanges for name in some)
-        return dict.fromkeys(divide(self, [name for name in names if name in held], self._mesh_of_rows))
+    def _of_own_experts(self, layout: Layout) -> Layout:
+        """Returns the layout of a stack of experts, with the rows of this rank's experts."""
+        return replace(layout, rows=chunk_bounds(layout.shape[0], self._ep.size, self._ep.rank))
 
     def _shard(self, stages: Sequence[Stage], names: Mapping[str, str]) -> None:
         """Shards parameters over the replicas: a block is one unit, and a stage's other parameters are one.

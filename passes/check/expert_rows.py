@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from torch import fx
 
 from autotp.errors import REPORT, Error
-from autotp.ops import expert_exchange as exchange
-from autotp.ops import experts as routing
+from autotp.ops.experts import exchange
+from autotp.ops.experts import rows as routing
 from autotp.passes.check.erase import target_name
 from autotp.source_location import line_of
 
@@ -116,6 +116,8 @@ def _kinds(node: fx.Node, kinds: Mapping[fx.Node, Kinds], inputs: Collection[str
 def _moved(node: fx.Node, kinds: Mapping[fx.Node, Kinds]) -> Kinds:
     """Returns the kinds of rows that have travelled."""
     x: Any
+    table: Any
+    places: Any
     x, _, table, places = node.args
     if places.target is not exchange.arrival or places.args != (table,):
         _refuse(node, "puts rows at places of another table")

@@ -8,6 +8,7 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.passes.check.expert_rows import expect_expert_rows
+from autotp.passes.lower.dce import dce
 from autotp.passes.lower.decompose import decompose
 from autotp.passes.lower.defer_reductions import defer_reductions
 from autotp.passes.lower.losses.linear_cross_entropy import linear_cross_entropy
@@ -15,8 +16,8 @@ from autotp.passes.lower.prove_rules import prove_node
 from autotp.passes.pipeline.row_independence import expect_rows, expect_sums
 from autotp.passes.plan.choose import choose, choose_as
 from autotp.passes.plan.decouple import decouple
-from autotp.passes.plan.expert_parallel import expert_parallel
-from autotp.passes.plan.experts import experts
+from autotp.passes.plan.experts.expert_parallel import described, expert_parallel
+from autotp.passes.plan.experts.experts import experts
 from autotp.passes.plan.hoist import hoist
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.passes.plan.match import match
@@ -59,9 +60,10 @@ def with_experts(p: ProgramWithAxes) -> ProgramWithAxes:
 
 def with_expert_parallelism(p: ProgramWithAxes) -> ProgramWithAxes:
     """Returns the program of a rank that has some experts, and computes the rows of all ranks along `ep` for them."""
-    graph = expert_parallel(p.graph, p.axes, p.captured.parameters, p.options.ep)
+    graph = dce(expert_parallel(p.graph, p.axes, p.captured.parameters, p.options.ep))
     expect_expert_rows(p.graph, graph, p.captured.inputs, p.options.ep)
-    return replace(p, graph=graph, axes=infer_axes(graph))
+    notes = {**p.notes, "experts": described(graph, p.options.ep)}
+    return replace(p, graph=graph, axes=infer_axes(graph), notes=notes)
 
 
 def with_proved_rules(p: ProgramWithAxes) -> ProgramWithAxes:

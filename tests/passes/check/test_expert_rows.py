@@ -12,12 +12,13 @@ from small_models import Mixture
 from torch import fx, nn
 
 from autotp.errors import Error
-from autotp.ops import expert_exchange as exchange
-from autotp.ops import experts as routing
+from autotp.ops.experts import exchange
+from autotp.ops.experts import rows as routing
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.passes.check.expert_rows import expect_expert_rows
-from autotp.passes.plan.expert_parallel import expert_parallel
-from autotp.passes.plan.experts import experts
+from autotp.passes.lower.dce import dce
+from autotp.passes.plan.experts.expert_parallel import expert_parallel
+from autotp.passes.plan.experts.experts import experts
 from autotp.passes.plan.infer_axes import infer_axes
 
 Fault = Callable[[fx.Graph, Callable[[Any, int], fx.Node]], None]
@@ -28,7 +29,7 @@ def proved(fault: Fault | None) -> None:
     """Two layers of experts on two ranks, with a fault."""
     captured, graph = canonical(nn.Sequential(Mixture(OPERATOR), Mixture()), torch.randn(6, 8))
     before, axes = experts(graph, infer_axes(graph), captured.parameters, 2)
-    made = expert_parallel(before, axes, captured.parameters, 2)
+    made = dce(expert_parallel(before, axes, captured.parameters, 2))
     if fault is not None:
         fault(made, lambda target, i=0: [node for node in made.nodes if node.target is target][i])
     expect_expert_rows(before, made, captured.inputs, 2)

@@ -1,4 +1,4 @@
-"""expert_exchange: ranks with different rows and different experts together compute what one device computes."""
+"""exchange: ranks with different rows and different experts together compute what one device computes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ranks import Checks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotp.ops import expert_exchange as exchange
-from autotp.ops import experts as routing
+from autotp.ops.experts import exchange
+from autotp.ops.experts import rows as routing
 
 checks = Checks()
 EXPERTS, WIDTH = 8, 6

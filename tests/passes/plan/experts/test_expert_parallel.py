@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autotp.compiler import analyse
-from autotp.ops import expert_exchange as exchange
+from autotp.ops.experts import exchange
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.plan.expert_parallel import exchanges, expert_parallel
-from autotp.passes.plan.experts import experts
+from autotp.passes.lower.dce import dce
+from autotp.passes.plan.experts.expert_parallel import exchanges, expert_parallel
+from autotp.passes.plan.experts.experts import experts
 from autotp.passes.plan.infer_axes import infer_axes
 
 MOVES = ("exchange_counts", "arrival", "arrived", "to_experts", "own", "to_rows")
@@ -28,7 +29,8 @@ MOVES = ("exchange_counts", "arrival", "arrived", "to_experts", "own", "to_rows"
 
 def rewritten(model: nn.Module, x: Tensor, ep: int) -> Any:
     captured, graph = canonical(model, x)
-    return expert_parallel(*experts(graph, infer_axes(graph), captured.parameters, ep), captured.parameters, ep)
+    ordered = experts(graph, infer_axes(graph), captured.parameters, ep)
+    return dce(expert_parallel(*ordered, captured.parameters, ep))
 
 
 @pytest.mark.parametrize("product", [None, OPERATOR], ids=["rows", "groups"])
@@ -50,6 +52,10 @@ def test_exchanges_names_the_parameters_of_each_layer() -> None:
 
 def test_experts_over_ep_are_cut_by_width_over_tp() -> None:
     program = analyse(skeleton_of(Mixture(OPERATOR)), (torch.randn(6, 8),), {}, 2, Options(ep=2))
+    assert program.notes["experts"] == (
+        "1 layer of 4 experts over ep=2: for a microbatch a rank sends 192 B of rows there, as many back, and their "
+        "gradients in backward"
+    )
     layouts = {name: str(layout) for name, layout in program.layouts.items() if "router" not in name}
     assert layouts == {"up": "[4, 8, 10@tp]", "up_bias": "[4, 10@tp]", "down": "[4, 10@tp, 8]", "down_bias": "[4, 8]"}
 

@@ -13,16 +13,17 @@ shapes of the model; `own` says that a rank stores a part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import fx
 
+from autotp.display.text_table import bytes_text
 from autotp.errors import Error
-from autotp.ops import expert_exchange as exchange
-from autotp.ops import experts as routing
+from autotp.ops.experts import exchange
+from autotp.ops.experts import rows as routing
 from autotp.passes.builder import Builder, fake_mode_of
-from autotp.passes.lower.dce import dce
 from autotp.passes.plan.infer_axes import Axes
 from autotp.rules.call import operand_nodes
 from autotp.rules.traits import size_argument
@@ -35,7 +36,7 @@ ROWS = 11
 
 
 def expert_parallel(graph: fx.Graph, axes: Axes, parameters: Collection[str], ep: int) -> fx.Graph:
-    """Returns the graph of one of `ep` ranks with experts of its own.
+    """Returns the graph of one of `ep` ranks with experts of its own. Views of whole weights in it are dead.
 
     Args:
         graph: with rows in the order of their experts, as the pass `experts` makes it.
@@ -53,10 +54,10 @@ def expert_parallel(graph: fx.Graph, axes: Axes, parameters: Collection[str], ep
         )
     if uneven := [number for number in numbers if number % ep]:
         raise Error(f"ep={ep} does not divide the {uneven[0]} experts of a layer", fix="ep that divides all of them")
-    rewriting = _Rewriting(graph, axes, parameters, ep)
+    rewriting = _Exchanging(graph, axes, parameters, ep)
     for node in graph.nodes:
         rewriting.visit(node)
-    return dce(rewriting.builder.graph)  # Weights are viewed anew, so views of the whole ones are dead.
+    return rewriting.builder.graph
 
 
 def exchanges(graph: fx.Graph, names: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
@@ -74,7 +75,25 @@ def exchanges(graph: fx.Graph, names: Mapping[str, str]) -> tuple[tuple[str, ...
     return tuple(order)
 
 
-class _Rewriting:
+def described(graph: fx.Graph, ep: int) -> str:
+    """Returns what the plan says of a graph whose rows travel."""
+    tables = [node for node in graph.nodes if node.target is exchange.exchange_counts]
+    numbers = sorted({table.args[2] for table in tables})
+    sent = 0.0
+    for node in graph.nodes:
+        if node.target is exchange.to_experts:
+            value, rows = node.meta["val"], node.args[2].args[0].meta["val"].shape[0]
+            # `rows` is a number, or a symbol that has its number at capture.
+            count = rows if isinstance(rows, int) else rows.node.hint
+            sent += count * math.prod(value.shape[1:]) * value.dtype.itemsize * (ep - 1) / ep
+    several = f"{len(tables)} layers" if len(tables) > 1 else "1 layer"
+    return (
+        f"{several} of {' or '.join(map(str, numbers))} experts over ep={ep}: for a microbatch a rank sends "
+        f"{bytes_text(sent)} of rows there, as many back, and their gradients in backward"
+    )
+
+
+class _Exchanging:
     """The new graph.
 
     Attributes:
@@ -168,7 +187,7 @@ class _Rewriting:
         operands = [operand for operand in operand_nodes(weight) if operand is not None]
         if len(operands) != 1 or size_argument(weight.target) or not self._same_experts(weight, operands[0]):
             raise Error(
-                f"ep={self.ep}: the weights of experts are computed before they are read, so a rank cannot store its own",
+                f"ep={self.ep}: the weights of experts are computed before they are read: a rank cannot store its own",
                 at=line_of(weight),
                 fix="nn.Parameter of [experts ...] that the layer reads itself; or ep=1",
             )

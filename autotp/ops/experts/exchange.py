@@ -1,8 +1,8 @@
 """Sends rows to the ranks of their experts, and back.
 
-Ranks along the mesh axis `ep` have different rows, and each has some experts. `ops/experts.py` puts a rank's rows in the
-order of all experts; here each rank gets the rows of its own experts from all ranks. Rows arrive rank after rank, and
-in each rank's part expert after expert: their places say where they stand in the order of the experts.
+Ranks along the mesh axis `ep` have different rows, and each has some experts. `rows.py` puts a rank's rows in
+the order of all experts; here each rank gets the rows of its own experts from all ranks. Rows arrive rank after rank,
+and in each rank's part expert after expert: their places say where they stand in the order of the experts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autotp.attached import READ, HostValues
 from autotp.errors import Error
 from autotp.groups.process_group import seat
 from autotp.ops.collectives import send_rows
-from autotp.ops.experts import BEGINS, counts
+from autotp.ops.experts.rows import counts, note_begins
 
 NUMBERS = HostValues()
 """The numbers in tables of `exchange_counts`."""
@@ -54,7 +54,7 @@ def exchange_counts(chosen: Tensor, group: str | None, number: int, grouped: boo
             f"{numbers[1][rank][-1]} rows of ep rank {rank} chose no expert of the {number}: an index is out of range",
             fix="a router with as many outputs as there are experts",
         )
-    BEGINS.keep(chosen, [0, *accumulate(n for row in numbers[0] for n in row[:-1])])
+    note_begins(chosen, number, grouped, [0, *accumulate(n for row in numbers[0] for n in row[:-1])])
     table = table[:, :, :-1].contiguous()
     NUMBERS.keep(table, [n for side in numbers for row in side for n in row[:-1]])
     return table
