@@ -291,7 +291,7 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     # Experts are cut over `ep` already, so over another axis only what is inside of an expert is cut.
     exchange.own: Row(f.fixed("e^ * -> o^ *", ((0,),)), T.MAY_ALIAS),
     exchange.exchange_counts: Row(f.fixed("s^ -> p^ r^ o^")),
-    exchange.arrived: Row(f.fixed("p^ r^ o^ -> o^")),
+    exchange.arrived_counts: Row(f.fixed("p^ r^ o^ -> o^")),
     exchange.arrival: Row(f.arriving),
     exchange.to_experts: Row(f.fixed("s^ *, p^ r^ o^, t^ -> t^ *", ((0,),))),
     exchange.to_rows: Row(f.fixed("t^ *, p^ r^ o^, t^ -> s^ *", ((0,),))),

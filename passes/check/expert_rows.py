@@ -1,6 +1,6 @@
 """expert_rows: proves that a graph whose rows travel to the ranks of their experts computes the graph before.
 
-    grouped_mm(to_experts(x, "ep", t, q), own(w, 4), arrived(t))     rows of all ranks, by the table t; own weights
+    grouped_mm(to_experts(x, "ep", t, q), own(w, 4), arrived_counts(t))   rows of all ranks, by the table t; own weights
 
 Two facts are derived from the new graph alone. Without the moves it is the old graph, operator by operator. And each
 value is of one rank's rows, or of the rows of this rank's experts by one table, or of no rows: no operator reads values
@@ -70,7 +70,7 @@ def _expect_same_operators(before: fx.Graph, graph: fx.Graph) -> None:
 
 def _call(node: fx.Node, old_nodes: Mapping[fx.Node, fx.Node]) -> Any:
     """Returns a node's operator and arguments, with nodes of the old graph in place of those of the new one."""
-    if node.target in (exchange.arrival, exchange.arrived):
+    if node.target in (exchange.arrival, exchange.arrived_counts):
         table: Any = node.args[0]
         chosen, _, number, grouped = table.args
         target = routing.dispatch if node.target is exchange.arrival else routing.counts
@@ -97,7 +97,7 @@ def _kinds(node: fx.Node, kinds: Mapping[fx.Node, Kinds], inputs: Collection[str
         return frozenset([OWN_EXPERTS])
     if node.target in (exchange.to_experts, exchange.to_rows):
         return _moved(node, kinds)
-    if node.target in (exchange.arrival, exchange.arrived):
+    if node.target in (exchange.arrival, exchange.arrived_counts):
         return frozenset(node.args)
     result = frozenset(kind for operand in node.all_input_nodes for kind in kinds[operand])
     if node.target is exchange.exchange_counts or node.op == "output":

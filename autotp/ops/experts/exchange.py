@@ -70,7 +70,7 @@ def _rows(table: Tensor) -> tuple[list[int], list[int]]:
     return by_rank[:ranks], by_rank[ranks:]
 
 
-def arrived(table: Tensor) -> Tensor:
+def arrived_counts(table: Tensor) -> Tensor:
     """Returns the number of rows of each expert of this rank. table: [2 ranks experts] -> [experts], int64"""
     row_counts, (_, ranks, experts) = table[1].sum(0), table.shape
     if numbers := NUMBERS.of(table):

@@ -2,7 +2,7 @@
 
     Before: p = dispatch(chosen, 8, ...); c = counts(chosen, 8, ...); y = grouped_mm(index_select(x, 0, p), w, c)
             z = combine(y, p, chosen)                                                     w[8, 64, 256]
-    After:  t = exchange_counts(chosen, "ep", 8, ...); q = arrival(t); d = arrived(t); p = dispatch(chosen, 8, ...)
+    After:  t = exchange_counts(chosen, "ep", 8, ...); q = arrival(t); d = arrived_counts(t); p = dispatch(chosen, ...)
             y = grouped_mm(to_experts(index_select(x, 0, p), "ep", t, q), own(w, 4), d)
             z = combine(to_rows(y, "ep", t, q), p, chosen)
 
@@ -137,7 +137,7 @@ class _Exchanging:
         """Writes what ranks tell each other of a choice."""
         chosen, number, grouped, *_ = self.builder.map(node.args)
         table = self.builder.raw(exchange.exchange_counts, (chosen, EP, number, grouped))
-        places, counts = (self.builder.raw(f, (table,)) for f in (exchange.arrival, exchange.arrived))
+        places, counts = (self.builder.raw(f, (table,)) for f in (exchange.arrival, exchange.arrived_counts))
         example, experts = node.meta["val"], number // self.ep
         with self.builder.mode:
             rows = experts * self.builder.length(f"arriving_rows_of_an_expert_{len(self.routes)}", ROWS)

@@ -41,7 +41,7 @@ def through_experts(x: Tensor, chosen: Tensor, weight: Tensor, group: str | None
     table = exchange.exchange_counts(chosen, group, EXPERTS, True)
     places, own_places = routing.dispatch(chosen, EXPERTS, True, 0, EXPERTS), exchange.arrival(table)
     rows = exchange.to_experts(x[places], group, table, own_places)
-    made = routing.grouped_mm(rows, weight, exchange.arrived(table), False).sin()
+    made = routing.grouped_mm(rows, weight, exchange.arrived_counts(table), False).sin()
     return routing.combine(exchange.to_rows(made, group, table, own_places), places, chosen)
 
 

@@ -24,7 +24,7 @@ from autotp.passes.plan.experts.expert_parallel import exchanges, expert_paralle
 from autotp.passes.plan.experts.experts import experts
 from autotp.passes.plan.infer_axes import infer_axes
 
-MOVES = ("exchange_counts", "arrival", "arrived", "to_experts", "own", "to_rows")
+MOVES = ("exchange_counts", "arrival", "arrived_counts", "to_experts", "own", "to_rows")
 
 
 def rewritten(model: nn.Module, x: Tensor, ep: int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Checks, shared
+from small_models import assert_values_close
 from torch import Tensor
 
 import autotp
@@ -79,12 +80,12 @@ def trains_as_one_device(name: str, kernel: str, **layout: Any) -> None:
             if parameter.grad is not None:
                 grad: Any = parameter.grad
                 text = f"{name}, {key}: {{}}".format
-                torch.testing.assert_close(grad.full_tensor(), of_one[key].grad, **CLOSE, msg=text)
+                assert_values_close(grad.full_tensor(), of_one[key].grad, **CLOSE, msg=text)
         for optimizer in optimizers:
             optimizer.step()
     state = autotp.full_state_dict(trainer)
     for key, tensor in whole.state_dict().items() if not torch.distributed.get_rank() else ():
-        torch.testing.assert_close(state[key], tensor, **CLOSE)
+        assert_values_close(state[key], tensor, **CLOSE)
 
 
 def of_family(name: str, kernel: str = "grouped_mm", rare: bool = True) -> Callable[[int, int], None]:
