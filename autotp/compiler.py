@@ -99,6 +99,10 @@ def _cuts_sequences(options: Options) -> bool:
     return options.cp > 1
 
 
+def _sorts_rows(options: Options) -> bool:
+    return options.experts == "expert" or options.ep > 1
+
+
 CANONICALIZE = (
     Pass("canonicalize", "relocate", canonicalized.relocated),
     Pass("canonicalize", "autocast", canonicalized.autocasted),
@@ -121,7 +125,8 @@ PLAN = (
     Pass("plan", "context_parallel", sequences.with_cut_sequences, _cuts_sequences, by_tp=True),
     Pass("plan", "decouple", planned.decoupled),
     Pass("pipeline", "row_independence", planned.with_independent_rows, _is_summed),
-    Pass("plan", "experts", planned.with_experts, lambda options: options.experts == "expert", by_tp=True),
+    Pass("plan", "experts", planned.with_experts, _sorts_rows, by_tp=True),
+    Pass("plan", "expert_parallel", planned.with_expert_parallelism, lambda options: options.ep > 1, by_tp=True),
     Pass("lower", "prove_rules", planned.with_proved_rules, by_tp=True),
     Pass("plan", "match", planned.matched, by_tp=True),
     Pass("plan", "choose", planned.decided, by_tp=True),

@@ -158,6 +158,7 @@ class Options:
         memory: the bytes that a rank may use: a number, "24GB", "auto", or "50%" of what a microbatch keeps.
         overlap: "batch": the halves of a batch (or of one row) take turns: one computes while the other communicates.
         cp: the number of context-parallel ranks, over which sequences are cut.
+        ep: the number of ranks with different rows that experts are cut over.
         cp_attention: whether attention over cp gathers keys and values, or exchanges heads for the sequence.
         cut: the user's choice of what is cut, and along what: a `Cut`, or None; it becomes a tuple of UserCut.
         summed: whether the graph returns only the loss, as a sum over the batch (`passes/pipeline/loss_totals.py`).
@@ -174,6 +175,7 @@ class Options:
     overlap: Overlap = "none"
     cp_attention: CpAttention = "auto"
     cp: int = field(default=1, kw_only=True)
+    ep: int = field(default=1, kw_only=True)
     cut: Any = field(default=None, kw_only=True)
     summed: bool = field(default=False, kw_only=True)
 

@@ -117,7 +117,8 @@ def test_each_pass_file_is_in_the_table(stage: str) -> None:
 def test_each_optional_pass_is_left_out_alone() -> None:
     """Each of `OPTIONAL` is one row, which no other choice leaves out."""
     overlap: Any = ("none", *values_of("overlap"))[-1]
-    everything = Options(sequence_parallel=True, experts="expert", summed=True, cp=2, overlap=overlap, outputs="loss")
+    some: dict[str, Any] = {"sequence_parallel": True, "experts": "expert", "summed": True, "cp": 2, "ep": 2}
+    everything = Options(**some, overlap=overlap, outputs="loss")
     rows = passes_of(TABLE, everything)
     assert {*TABLE} <= {*rows}
     for name in OPTIONAL:

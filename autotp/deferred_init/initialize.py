@@ -70,6 +70,7 @@ def _empty_part(place: TensorPlace, layout: Layout | None, rank: int, device: to
 
 def _fill(part: Tensor, full: Tensor, layout: Layout | None, rank: int) -> None:
     """Copies this rank's part into an existing tensor, as `layout.take` does into a new one."""
+    full = full if layout is None else layout.own_rows(full)
     if layout is None or layout.dim is None:
         part.copy_(full)
         return

@@ -126,6 +126,18 @@ def halo(
     return _convert("halo", x, group, dim, (size, keys))
 
 
+def send_rows(x: Tensor, group: str | None, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Shard(batch) -> Shard(experts), and back: returns the rows that all ranks send to this one, rank after rank.
+
+    It is its own conjugate: backward sends each row's gradient back. x: [rows ...] -> [received rows ...]
+
+    Args:
+        sent: how many rows of `x` go to each rank: the first ones to the first.
+        received: how many come from each.
+    """
+    return _convert("send_rows", x, group, 0, (tuple(sent), tuple(received)))
+
+
 def _convert(
     name: str, x: Tensor, group: str | None, dim: int = 0, size: Any = 0, block: int = 1, fresh: bool = False
 ) -> Tensor:
@@ -399,6 +411,23 @@ def _exchange_back(x: Tensor, group: str, dim: int, where: Exchange, *_: Any) ->
     return _exchange(x, group, dim + distance, (to_size, to_block, -distance, size, block))
 
 
+Rows = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of a `send_rows`: the numbers of rows that go to each rank, and that come from each."""
+
+
+def _rows_sent(x: Tensor, group: str, dim: int, where: Rows, *_: Any) -> Tensor:
+    sent, received = where
+    rows = x.movedim(dim, 0).contiguous()
+    row = math.prod(rows.shape[1:])
+    _expect(x, dim, sum(sent), group)
+    arrived = _sent(rows, [n * row for n in received], [n * row for n in sent], group)
+    return arrived.view(sum(received), *rows.shape[1:]).movedim(0, dim)
+
+
+def _rows_sent_back(x: Tensor, group: str, dim: int, where: Rows, *_: Any) -> Tensor:
+    return _rows_sent(x, group, dim, (where[1], where[0]))
+
+
 Reads = tuple[int, tuple[int, ...]]
 """Of a `halo`: size, and the first position that each rank reads."""
 
@@ -469,6 +498,8 @@ CONJUGATE_TABLE: dict[str, tuple[Callable[..., Tensor], str]] = {
     "reduce_scatter": (_reduce_scatter, "all_gather"),
     "all_to_all": (_exchange, "all_to_all_back"),
     "all_to_all_back": (_exchange_back, "all_to_all"),
+    "send_rows": (_rows_sent, "send_rows_back"),
+    "send_rows_back": (_rows_sent_back, "send_rows"),
     "halo": (_with_halo, "halo_sum"),
     "halo_sum": (_halo_summed, "halo"),
     "share": (_identity, "share_sum"),

@@ -304,6 +304,11 @@ def dispatched(call: Call) -> Rule:
     return Rule.of("s^ -> (e! n)", e=call["stop"] - call["start"])
 
 
+def arriving(call: Call) -> Rule:
+    """`arrival`: rows in the order of this rank's experts."""
+    return Rule.of("p^ r^ o^ -> (o^ n^)", o=call.operands[0].shape[2])
+
+
 def _around(call: Call, *names: str) -> list[list[str]]:
     """Returns terms like that of the first operand, with another factor along `dim`; "" drops the dimension."""
     ns, dim = letters(call.operands[0].dim()), call.dim()

@@ -13,10 +13,11 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from autotp.ops import channels, collectives, custom_vjp, dropout, lookup, placement_moves
-from autotp.ops import experts as routing
 from autotp.ops.attention.causal_rows import causal_rows
 from autotp.ops.attention.products import attention
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_rows
+from autotp.ops.experts import exchange
+from autotp.ops.experts import rows as routing
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.ops.losses import cross_entropy, ctc_loss
 from autotp.ops.losses.argmax import argmax_key, linear_argmax_key
@@ -287,6 +288,13 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     custom_vjp.sent: Row(f.exact("*, * -> *")),
     custom_vjp.result: Row(f.pointwise()),
     routing.combine: Row(f.fixed("r *, r, s^ -> s^ *", ((0,),))),
+    # Experts are cut over `ep` already, so over another axis only what is inside of an expert is cut.
+    exchange.own: Row(f.fixed("e^ * -> o^ *", ((0,),)), T.MAY_ALIAS),
+    exchange.exchange_counts: Row(f.fixed("s^ -> p^ r^ o^")),
+    exchange.arrived_counts: Row(f.fixed("p^ r^ o^ -> o^")),
+    exchange.arrival: Row(f.arriving),
+    exchange.to_experts: Row(f.fixed("s^ *, p^ r^ o^, t^ -> t^ *", ((0,),))),
+    exchange.to_rows: Row(f.fixed("t^ *, p^ r^ o^, t^ -> s^ *", ((0,),))),
 }
 """Rows of autotp's own operators: parallel forms, conjugates, operators on channels, on rows of experts, marks."""
 

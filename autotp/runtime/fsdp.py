@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autotp.sharding.boxes import has_dtensors
 
@@ -58,6 +58,18 @@ def shard(
         unit.set_gradient_divide_factor(1.0)
         # Else FSDP would ask for PREMUL_SUM, which only NCCL has.
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def divided(root: nn.Module, names: Collection[str], mesh: DeviceMesh) -> list[nn.Parameter]:
+    """Makes these parameters, of which each rank of a mesh holds as many rows, DTensors; returns those."""
+    made = []
+    for name in names:
+        path, _, key = name.rpartition(".")
+        parameter = root.get_parameter(name)
+        tensor = DTensor.from_local(parameter.data, mesh, [Shard(0)], run_check=False)
+        made.append(nn.Parameter(tensor, parameter.requires_grad))
+        root.get_submodule(path)._parameters[key] = made[-1]
+    return made
 
 
 def replicate(root: nn.Module, mesh: DeviceMesh) -> None:

@@ -99,7 +99,7 @@ def _moved(
 def _part(tensor: Tensor, layout: Layout | None, rank: int, everyone: Mesh) -> Tensor:
     """Returns a rank's part of the first rank's tensor."""
     full = broadcast_from_first(_on(tensor, everyone.device), everyone)
-    return layout.take(full, rank) if layout is not None and layout.dim is not None else full
+    return layout.take(full, rank) if layout is not None and (layout.dim is not None or layout.rows) else full
 
 
 def _now(tensor: Tensor, local: Tensor, gradient: Tensor | None) -> Tensor:

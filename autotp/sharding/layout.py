@@ -92,6 +92,8 @@ class Layout:
         dim: the dimension that is cut, or None.
         pieces: for each rank its ranges of that dimension.
         axis: the name of the cut axis.
+        rows: the positions of dimension 0, which is another one, that this rank holds of its part; None for all. While
+            parts are made: after that a DTensor says so.
     """
 
     DATA = ("shape", "dim", "axis")
@@ -100,18 +102,25 @@ class Layout:
     dim: int | None = None
     pieces: tuple[tuple[Range, ...], ...] = ()
     axis: str = ""
+    rows: Range | None = None
 
     def lengths(self) -> list[int]:
         """Returns the local length of the cut dimension on each rank."""
         return [sum(b - a for a, b in piece) for piece in self.pieces]
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
+        shape = self.shape if self.rows is None else (self.rows[1] - self.rows[0], *self.shape[1:])
         if self.dim is None:
-            return self.shape
-        return (*self.shape[: self.dim], self.lengths()[rank], *self.shape[self.dim + 1 :])
+            return shape
+        return (*shape[: self.dim], self.lengths()[rank], *shape[self.dim + 1 :])
+
+    def own_rows(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of `full` that this rank holds, as a view."""
+        return full if self.rows is None else full[slice(*self.rows)]
 
     def take(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         """Returns a copy of the part of `full` that `rank` holds."""
+        full = self.own_rows(full)
         if self.dim is None:
             return full.clone()
         parts = [full.narrow(self.dim, a, b - a) for a, b in self.pieces[rank]]

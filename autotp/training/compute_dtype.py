@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,7 @@ class ParameterReader:
 
     Args:
         dtype: the dtype of computation; None reads parameters as they are.
+        experts: parameters of which this rank computes with its part alone.
 
     Example:
         >>> read = ParameterReader(torch.bfloat16)
@@ -50,8 +51,8 @@ class ParameterReader:
         torch.bfloat16
     """
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype | None, experts: Collection[nn.Parameter] = ()) -> None:
+        self.dtype, self._experts = dtype, frozenset(experts)
         self._copies: dict[nn.Parameter, tuple[tuple[int, int], Tensor]] | None = None
 
     @contextmanager
@@ -67,7 +68,7 @@ class ParameterReader:
         """Returns the tensor at a place; a parameter in `dtype`. Its gradient arrives in the parameter's own dtype."""
         parameter = value_at(place)
         # What ZeRO left whole is a DTensor, too (`replicate`): its local tensor is all of it.
-        value = parameter if is_sharded(parameter) else local_of(parameter)
+        value = parameter if is_sharded(parameter) and parameter not in self._experts else local_of(parameter)
         if self.dtype is None or not isinstance(parameter, nn.Parameter) or not value.is_floating_point():
             return value
         if self._copies is None or value.dtype == self.dtype or is_sharded(value):

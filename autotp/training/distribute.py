@@ -35,6 +35,7 @@ def distribute(
     pp: int = 1,
     dp: int = 1,
     cp: int = 1,
+    ep: int = 1,
     microbatches: int = 1,
     schedule: Schedule = "1F1B",
     interleave: int | None = None,
@@ -59,6 +60,8 @@ def distribute(
         pp: pipeline parallelism: the number of ranks that the model's blocks are divided among.
         dp: data parallelism: the number of replicas, of `tp * cp * pp` ranks each, with its own part of the batch each.
         cp: context parallelism: the number of ranks that sequences are cut over, as in `parallelize`.
+        ep: expert parallelism: the number of neighbouring replicas that experts are cut over. It divides `dp`: replicas
+            send each other the rows of a mixture of experts, and each has some experts whole, or cut by `tp` in width.
         microbatches: the number of parts in which a replica computes its part of the batch.
         schedule: the order in which microbatches go through the pipeline, named as torch's schedules. Under
             "interleaved", "zero-bubble" and "zero-bubble-v" each rank has two stages.
@@ -103,8 +106,8 @@ def distribute(
         tell_errors()
         expect_options(distribute, options)
         training = Training(
-            outputs="local", summed=True, cp=cp, microbatches=microbatches, schedule=schedule, interleave=interleave,
-            zero=zero, compute_dtype=compute_dtype, **options,
+            outputs="local", summed=True, cp=cp, ep=ep, microbatches=microbatches, schedule=schedule,
+            interleave=interleave, zero=zero, compute_dtype=compute_dtype, **options,
         )  # fmt: skip
         # What one process can check alone comes first: `_mesh` connects the processes.
         opened = _expect_model(model, dtype)
@@ -114,8 +117,9 @@ def distribute(
         expect_timeout(timeout)
         return watched(Trainer(opened, _mesh(sizes, timeout), training, example_inputs, loss_scaler, timeout))
 
-    cp_text, name = f", cp={cp}" * (cp != 1), type(model).__name__ if isinstance(model, nn.Module) else str(model)
-    return within(f"distribute({name}, tp={tp}, pp={pp}, dp={dp}{cp_text})", run)
+    more, name = f", cp={cp}" * (cp != 1), type(model).__name__ if isinstance(model, nn.Module) else str(model)
+    more += f", ep={ep}" * (ep != 1)
+    return within(f"distribute({name}, tp={tp}, pp={pp}, dp={dp}{more})", run)
 
 
 def _expect_model(model: Any, dtype: torch.dtype | None) -> nn.Module | OpensModel:
@@ -132,10 +136,36 @@ def _expect_model(model: Any, dtype: torch.dtype | None) -> nn.Module | OpensMod
 def expect_training(training: Training, pp: int, dp: int, tp: int) -> None:
     """Raises Error if `distribute` does not have an option, or a size is no whole number of 1 or more."""
     expect_choices(training, {"schedule": tuple(ENGINES), "zero": (0, 1, 2, 3), "compute_dtype": COMPUTE_DTYPES})
-    for name, size in {"pp": pp, "dp": dp, "tp": tp, "cp": training.cp, "microbatches": training.microbatches}.items():
+    sizes = {"pp": pp, "dp": dp, "tp": tp, "cp": training.cp, "ep": training.ep, "microbatches": training.microbatches}
+    for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
     engine_of(training.schedule, training.interleave)
+    _expect_experts(training, dp)
+
+
+def _expect_experts(training: Training, dp: int) -> None:
+    """Raises Error if experts cannot be cut over replicas in this layout, or beside another option."""
+    ep = training.ep
+    if dp % ep:
+        raise Error(f"ep={ep} does not divide dp={dp}: experts are cut over replicas", fix=f"ep={math.gcd(ep, dp)}")
+    if ep == 1:
+        return
+    if training.zero and ep != dp:
+        problem = f"ep={ep} beside zero={training.zero} and dp={dp}: experts are not divided over replicas once more"
+        raise Error(problem, fix=f"ep={dp}, or zero=0")
+    if training.memory is not None or training.recompute == "full":
+        option = 'recompute="full"' if training.memory is None else f"memory={training.memory!r}"
+        problem = f"ep={ep} beside {option}: how many rows arrive for a rank's experts is not known before they do"
+        raise Error(problem, fix='recompute="selective"')
+    if training.cp > 1:
+        raise Error(f"ep={ep} beside cp={training.cp}: rows of experts are not cut along the sequence", fix="cp=1")
+    if training.overlap != "none":
+        problem = f"ep={ep} beside overlap={training.overlap!r}: halves of a batch would send their rows in turns"
+        raise Error(problem, fix='overlap="none"')
+    if ENGINES[training.schedule].halves:
+        problem = f"ep={ep} beside schedule={training.schedule!r}: in its halves of backward rows do not travel"
+        raise Error(problem, fix='schedule="1F1B"')
 
 
 def _mesh(sizes: dict[str, int], timeout: timedelta) -> DeviceMesh:

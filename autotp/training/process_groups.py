@@ -79,6 +79,21 @@ def with_sequences(place: Mesh, mesh: DeviceMesh) -> Mesh:
     return replace(place, sequence=mesh_along(place, mesh.get_group("cp"), "cp"))
 
 
+def expert_meshes(place: Mesh, mesh: DeviceMesh, ep: int, timeout: timedelta) -> tuple[Mesh, Mesh]:
+    """Returns the mesh of `ep` neighbouring replicas, which have all experts, and that of those with the same experts.
+
+    Their groups are those of the mesh where these have the same ranks.
+    """
+    dim, existing = (mesh.mesh_dim_names or ()).index("dp"), mesh.get_all_groups()
+    # [... dp ...] -> [rows dp/ep ep]
+    replicas = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim) // ep, ep)
+
+    def along(axis: str, rows: torch.Tensor) -> Mesh:
+        return mesh_along(place, _group(existing, rows.flatten(0, 1), timeout, axis), axis)
+
+    return along("ep", replicas), along("dp/ep", replicas.transpose(1, 2))
+
+
 def mesh_along(place: Mesh, group: Any, axis: str) -> Mesh:
     """Returns the mesh of a group along another axis than that of `place`."""
     size, rank = group.size(), group.rank()

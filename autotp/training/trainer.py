@@ -35,7 +35,7 @@ from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut
 from autotp.distributed.cut_tensors.rows_of_parts import rows_of_part
 from autotp.distributed.device_arguments import inputs_on_host, to_device
 from autotp.distributed.fingerprint import Fingerprint, fingerprint
-from autotp.distributed.mesh import Mesh, broadcast_from_first, make_mesh, new_group
+from autotp.distributed.mesh import Mesh, broadcast_from_first, group_of, make_mesh, new_group
 from autotp.distributed.peers.heartbeat import take_note_back
 from autotp.distributed.replica_check import expect_collectives_of_replicas
 from autotp.errors import Error, calling, within
@@ -50,12 +50,13 @@ from autotp.passes.emit.attach_parameters import Owner, module_at, place_in, val
 from autotp.passes.emit.memory.budget import budget_on
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.stages import Division, Stage, staged
+from autotp.passes.plan.experts.expert_parallel import EP, exchanges
 from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.call_consistency import SAME_ROWS
 from autotp.runtime.executable import CHECKED_CALLS, MOST
-from autotp.runtime.fsdp import gather_ahead, pace, replicate, shard
+from autotp.runtime.fsdp import divided, gather_ahead, pace, replicate, shard
 from autotp.runtime.graph_digest import digest, draws_alike, order_of, same_cards, same_graph, same_order
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.shard_parameters import leave_behind, shard_parameters
@@ -64,6 +65,7 @@ from autotp.runtime.torch_hooks.loading import part_in
 from autotp.runtime.torch_hooks.optimizer_steps import count_anew, steps_taken
 from autotp.sharding.boxes import is_sharded, local_of
 from autotp.sharding.layout import Layout
+from autotp.sharding.partition import chunk_bounds
 from autotp.source_location import block_in
 from autotp.tracebacks import shorten_traceback
 from autotp.training import process_groups as groups
@@ -258,6 +260,8 @@ class Trainer(InGraphs, HasHoldings):
         # For errors, which name ranks by their places: `everyone` has numbers only.
         self._ranks = with_rank_names(self.everyone, mesh)
         self.replicas = groups.mesh_along(self.place, mesh.get_group("dp"), "dp")
+        if training.ep > 1:
+            self._ep, self._copies = groups.expert_meshes(self.place, mesh, training.ep, timeout)
         model, read_folder = (model, None) if isinstance(model, nn.Module) else model(self.everyone)
         self._signature = signature_of(model)
         self.model_settings = model_settings(model)  # Before forward runs: it may set attributes.
@@ -285,18 +289,25 @@ class Trainer(InGraphs, HasHoldings):
             return [same_order(order_of(lowered), groups_of_ranks[REPLICA]), *cards]
 
         lowered = agree(self._ranks, lambda: rank_graph(analysis, self.place.rank, training.randomness), facts)
-        self.plan = division(training, mesh["pp"].size(), analysis, lowered)
+        self.plan = replace(
+            division(training, mesh["pp"].size(), analysis, lowered), experts=analysis.notes.get("experts", "")
+        )
         stages = self._cut(analysis, lowered)
         # What cannot be is known before we take over.
         self._engine(analysis, {i: nn.Identity() for i in self._my_stages})
-        self._hold(model, analysis, stages, read_folder)
+        self._exchanges = exchanges(analysis.graph, analysis.captured.parameters)
+        of_experts = dict.fromkeys(name for some in self._exchanges for name in some)
+        self._hold(model, analysis, stages, read_folder, of_experts)
+        whole = dict(self.named_parameters())
+        # In the order of the model, which is the same on all ranks.
+        self._experts = dict.fromkeys(divided(self, [name for name in whole if name in of_experts], self._mesh_of_rows))
         self._original = OriginalModel(model)
         self._holders = groups.holders(stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of)
         self._groups = groups_of(self._ranks.rank, mesh, self._holders.values())
         # In `__dict__`: a model may have a module named "shared" or "tied", whose attribute this would be.
         self.__dict__["shared"] = groups.shared(self._holders, mesh, timeout)
         self.__dict__["tied"] = self._tied()
-        readers, self._read = self._readers(stages, analysis), ParameterReader(training.compute_dtype)
+        readers, self._read = self._readers(stages, analysis), ParameterReader(training.compute_dtype, self._experts)
         self._works = {i: StageModule([m for m, some in readers.items() if i in some]) for i in self._my_stages}
         self._longest.note((args, kwargs), analysis)
         key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
@@ -307,7 +318,9 @@ class Trainer(InGraphs, HasHoldings):
         self._learning: dict[Any, list[nn.Parameter]] = {}
         if training.zero and mesh["dp"].size() > 1:
             self._shard(stages, analysis.captured.parameters)
-        # After `_shard`, which replaces parameters.
+        if self._experts or (training.zero and mesh["dp"].size() > 1):
+            self._as_dtensors(whole)
+        # After these, which replace parameters.
         for name, parameter in self.named_parameters():
             as_cut(parameter, Cut(name, self.layouts[name], self.place))
         self._seed()
@@ -374,7 +387,9 @@ class Trainer(InGraphs, HasHoldings):
         group = self.mesh.get_group("pp").group_name if ranks > 1 else None
         place = self.place
         replica = self.mesh["dp"].get_local_rank() * place.cp + place.cp_rank
-        replicated = [(place, uncut(tensors, self.layouts)), (self.replicas, frozenset(tensors))]
+        of_experts = frozenset(name for name, tensor in tensors.items() if tensor in self._experts)
+        replicated = [(place, uncut(tensors, self.layouts)), (self.replicas, frozenset(tensors) - of_experts)]
+        replicated += [(self._copies, of_experts)] if of_experts else []
         replicated += [] if place.sequence is None else [(place.sequence, frozenset(tensors))]
         for mesh in dict.fromkeys(self.tied.values()):
             replicated.append((mesh, frozenset(name for name, tied_mesh in self.tied.items() if tied_mesh is mesh)))
@@ -426,9 +441,18 @@ class Trainer(InGraphs, HasHoldings):
         return staged(lowered, self.plan.blocks, list(analysis.captured.parameters))
 
     def _hold(
-        self, model: nn.Module, analysis: Program, every: Sequence[Stage], read_folder: ReadsParts | None
+        self,
+        model: nn.Module,
+        analysis: Program,
+        every: Sequence[Stage],
+        read_folder: ReadsParts | None,
+        of_experts: Collection[str],
     ) -> None:
-        """Registers this rank's parts of the tensors that its stages read; a block becomes an `Owner`."""
+        """Registers this rank's parts of the tensors that its stages read; a block becomes an `Owner`.
+
+        Args:
+            of_experts: the parameters of which it holds the rows of its own experts.
+        """
         names, stages = analysis.captured.parameters | analysis.captured.buffers, [every[i] for i in self._my_stages]
         read = {name for stage in stages for name in placeholders(stage.graph)}
         read |= set(placeholders(analysis.totals.counts)) if analysis.totals is not None else set()
@@ -438,8 +462,9 @@ class Trainer(InGraphs, HasHoldings):
         parameters = {name for name, _ in model.named_parameters()}
         for name in (name for stage in stages for name in stage.blocks):
             module_at(self, name, Owner)
-        of_files = read_folder(self.layouts, self.place, needed) if read_folder is not None else {}
-        parts = shard_parameters(model, self.layouts, self.place.rank, self.everyone, of_files, needed)
+        layouts = self.layouts | {name: self._of_own_experts(self.layouts[name]) for name in of_experts}
+        of_files = read_folder(layouts, self.place, needed) if read_folder is not None else {}
+        parts = shard_parameters(model, layouts, self.place.rank, self.everyone, of_files, needed)
         for name, tensor in parts.items():
             path, _, key = name.rpartition(".")
             module = module_at(self, path)
@@ -477,6 +502,17 @@ class Trainer(InGraphs, HasHoldings):
                 readers.setdefault(module_at(self, block), set()).add(i)
         return readers
 
+    @cached_property
+    def _mesh_of_rows(self) -> DeviceMesh:
+        """The replicas that have some rows of a parameter each: all, or those that experts are cut over."""
+        if self._training.ep in (1, self.replicas.size):
+            return self.mesh["dp"]
+        return DeviceMesh.from_group(group_of(self._ep), self.place.device.type, mesh_dim_names=(EP,))
+
+    def _of_own_experts(self, layout: Layout) -> Layout:
+        """Returns the layout of a stack of experts, with the rows of this rank's experts."""
+        return replace(layout, rows=chunk_bounds(layout.shape[0], self._ep.size, self._ep.rank))
+
     def _shard(self, stages: Sequence[Stage], names: Mapping[str, str]) -> None:
         """Shards parameters over the replicas: a block is one unit, and a stage's other parameters are one.
 
@@ -484,8 +520,7 @@ class Trainer(InGraphs, HasHoldings):
         one without dimensions, or without elements on this rank: `fully_shard` cannot divide it.
         """
         (pipeline,), every = self._pipelines, set(self.parameters())
-        empty = {parameter for parameter in every if not parameter.numel()}
-        whole = dict(self.named_parameters())
+        empty = {parameter for parameter in every if not parameter.numel()}.union(self._experts)
         stage_programs = pipeline.stages.values()
         outside = {x.places[source][0] for x in stage_programs for _, source in x.order if isinstance(source, str)}
         for i, work in self._works.items():
@@ -495,9 +530,12 @@ class Trainer(InGraphs, HasHoldings):
             blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
             blocks = [block for block in blocks if empty.union(parameters).issuperset(block.parameters())]
             shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - parameters)
-        replicate(self, self.mesh["dp"])
+
+    def _as_dtensors(self, whole: Mapping[str, nn.Parameter]) -> None:
+        """Makes the other parameters DTensors, too, in place of the ones that this rank had first (`whole`)."""
+        replicate(self, self._mesh_of_rows)
         now = dict(self.named_parameters())
-        # `fully_shard` puts new parameters in the place of the old ones, which the user's hooks are on.
+        # New parameters are in the place of the old ones, which the user's hooks are on.
         for name, parameter in whole.items():
             move_hooks(parameter, now[name])
         leave_behind(parameter for name, parameter in whole.items() if now[name] is not parameter)
@@ -540,7 +578,14 @@ class Trainer(InGraphs, HasHoldings):
                 fix="example_inputs, or a first step, in which forward runs all blocks",
             )
         owners = {name: module_at(self, name) for name in stage.blocks}
-        ready = rank_program(stage.graph, analysis, self._training, place.device, place.groups, seat)
+        if (other := exchanges(analysis.graph, captured.parameters)) != self._exchanges:
+            raise Error(
+                f"a batch of another kind runs {len(other)} layers of experts in place of {len(self._exchanges)}, "
+                "or others: replicas send each other rows for the same layers",
+                fix="ep=1, or batches of one kind",
+            )
+        axes = place.groups | (self._ep.groups if other else {})
+        ready = rank_program(stage.graph, analysis, self._training, place.device, axes, seat)
         return replace(ready.attached(places, owners.get, self._read), received=stage.received)
 
     def _seed(self) -> None:
@@ -815,6 +860,7 @@ class Trainer(InGraphs, HasHoldings):
                 return self._run_microbatches(pipeline, inputs)
         except BaseException as error:  # Other ranks wait for a stage, or FSDP holds a part of the gradients.
             divided = self.mesh["pp"].size() > 1 or (self._training.zero and self.mesh["dp"].size() > 1)
+            divided = divided or bool(self._exchanges)
             self._failed = f"{type(error).__name__}: {error}".splitlines()[0] if divided else ""
             raise
 
@@ -877,7 +923,8 @@ class Trainer(InGraphs, HasHoldings):
 
     @property
     def _sums_under_backward(self) -> bool:
-        return self.mesh["dp"].size() > 1 and not self._training.zero  # `fully_shard` has sums of its own.
+        # `fully_shard` has sums of its own, and a bucket takes plain tensors.
+        return self.mesh["dp"].size() > 1 and not self._training.zero and not self._exchanges
 
     def _trained(self) -> tuple[bool, ...]:
         """Returns which parameters are trained: it is the same on all replicas, whatever graphs their batches have."""
@@ -901,3 +948,6 @@ class Trainer(InGraphs, HasHoldings):
         sums.finish()
         grads = [p.grad for p in self.parameters() if p.grad is not None and p not in sums]
         sum_in_buckets([local_of(grad) for grad in grads if not is_sharded(grad)], self.mesh.get_group("dp"))
+        # All rows of the replicas along `ep` have come to a rank's experts: the rest of the sum is over their copies.
+        if self._experts and self._copies.size > 1:
+            sum_in_buckets([local_of(p.grad) for p in self._experts if p.grad is not None], group_of(self._copies))

@@ -18,6 +18,7 @@ from autotp.ops.async_linear import async_linear
 from autotp.ops.attention.products import attention
 from autotp.ops.coalesced import together
 from autotp.ops.custom_vjp import Vjp
+from autotp.ops.experts import exchange
 from autotp.passes.builder import copied
 from autotp.passes.canonicalize.relocate import drawn_on_cpu, on_device
 from autotp.passes.emit.in_place import fresh, written
@@ -27,6 +28,7 @@ from autotp.rules.traits import in_place_of
 COMMUNICATING = frozenset({
     collectives.copy, collectives.reduce, collectives.scatter, collectives.gather, collectives.all_gather,
     collectives.reduce_scatter, collectives.all_to_all, collectives.halo, collectives.share, together, async_linear,
+    exchange.exchange_counts, exchange.to_experts, exchange.to_rows,
 })  # fmt: skip
 """Operators whose second argument is the mesh axis over which they communicate."""
 

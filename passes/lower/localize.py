@@ -15,9 +15,9 @@ from torch import fx
 
 from autotp.errors import REPORT, Error
 from autotp.ops import dropout, lookup
-from autotp.ops import experts as routing
 from autotp.ops.attention.causal_rows import causal_rows
 from autotp.ops.attention.zigzag import zigzag_rows
+from autotp.ops.experts import rows as routing
 from autotp.ops.losses import cross_entropy
 from autotp.ops.losses.argmax import argmax_key, linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms

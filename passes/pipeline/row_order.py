@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from autotp.ops.placement_moves import apart
-from autotp.passes.plan.experts import sorted_choice
+from autotp.passes.plan.experts.experts import sorted_choice
 from autotp.passes.plan.infer_axes import is_getitem
 from autotp.rules.call import arguments_of, operand_nodes
 from autotp.rules.registry import is_grouped

@@ -58,17 +58,19 @@ class Division(Shown):
         costs: the cost of each stage, in multiplications.
         memory: the numbers that each stage keeps.
         ranks: the pipeline rank of each stage.
+        experts: what replicas send each other for the experts that they have; "" for nothing.
     """
 
     blocks: tuple[tuple[str, ...], ...]
     costs: tuple[float, ...]
     memory: tuple[float, ...]
     ranks: tuple[int, ...]
+    experts: str = ""
 
     def summary(self) -> str:
-        """Returns the number of stages and of pipeline ranks."""
-        blocks = sum(map(len, self.blocks))
-        return f"{blocks} blocks in {len(self.blocks)} stages on {len(set(self.ranks))} pipeline ranks"
+        """Returns the number of stages and of pipeline ranks, and what replicas send each other for their experts."""
+        blocks, experts = sum(map(len, self.blocks)), f"; {self.experts}" * bool(self.experts)
+        return f"{blocks} blocks in {len(self.blocks)} stages on {len(set(self.ranks))} pipeline ranks{experts}"
 
     def sheet(self) -> Sheet:
         """Returns a row for each stage; costs and memory are shares of all stages'."""

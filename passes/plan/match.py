@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import fx
 
-from autotp.ops.experts import combine
+from autotp.ops.experts.rows import combine
 from autotp.passes.plan.candidate import (
     ATTENTION,
     EXPERTS,

@@ -7,6 +7,8 @@ from dataclasses import replace
 from torch import fx
 
 from autotp.errors import Error
+from autotp.passes.check.expert_rows import expect_expert_rows
+from autotp.passes.lower.dce import dce
 from autotp.passes.lower.decompose import decompose
 from autotp.passes.lower.defer_reductions import defer_reductions
 from autotp.passes.lower.losses.linear_cross_entropy import linear_cross_entropy
@@ -14,7 +16,8 @@ from autotp.passes.lower.prove_rules import prove_node
 from autotp.passes.pipeline.row_independence import expect_rows, expect_sums
 from autotp.passes.plan.choose import choose, choose_as
 from autotp.passes.plan.decouple import decouple
-from autotp.passes.plan.experts import experts
+from autotp.passes.plan.experts.expert_parallel import described, expert_parallel
+from autotp.passes.plan.experts.experts import experts
 from autotp.passes.plan.hoist import hoist
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.passes.plan.match import match
@@ -50,8 +53,17 @@ def with_independent_rows(p: ProgramWithAxes) -> ProgramWithAxes:
 
 def with_experts(p: ProgramWithAxes) -> ProgramWithAxes:
     """Returns the program in which each rank computes the rows of its experts."""
-    graph, axes = experts(p.graph, p.axes, p.captured.parameters, p.tp)
+    # Under `ep` experts that do not divide are an error, of the pass `expert_parallel`.
+    graph, axes = experts(p.graph, p.axes, p.captured.parameters, p.tp if p.options.ep == 1 else 1)
     return replace(p, graph=graph, axes=axes)
+
+
+def with_expert_parallelism(p: ProgramWithAxes) -> ProgramWithAxes:
+    """Returns the program of a rank that has some experts, and computes the rows of all ranks along `ep` for them."""
+    graph = dce(expert_parallel(p.graph, p.axes, p.captured.parameters, p.options.ep))
+    expect_expert_rows(p.graph, graph, p.captured.inputs, p.options.ep)
+    notes = {**p.notes, "experts": described(graph, p.options.ep)}
+    return replace(p, graph=graph, axes=infer_axes(graph), notes=notes)
 
 
 def with_proved_rules(p: ProgramWithAxes) -> ProgramWithAxes:

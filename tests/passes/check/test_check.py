@@ -15,8 +15,8 @@ from autotp.compiler import rank_graph
 from autotp.diagnostics.lockstep import run_lockstep
 from autotp.errors import Error
 from autotp.ops import collectives, dropout, lookup, placement_moves
-from autotp.ops import experts as routing
 from autotp.ops.coalesced import together
+from autotp.ops.experts import rows as routing
 from autotp.ops.losses import cross_entropy
 from autotp.passes.emit.bind import bind
 from autotp.passes.lower.bucket import bucket

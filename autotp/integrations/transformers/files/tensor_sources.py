@@ -231,6 +231,8 @@ def read_part(part: Tensor, source: Source, layout: Layout, rank: int) -> None:
     if not sliceable(source):
         copy_into(part, layout.take(read_whole(source), rank))
         return
+    if layout.rows is not None:
+        source = Narrowed(source, 0, layout.rows[0], layout.rows[1] - layout.rows[0])
     dim = layout.dim or 0
     ranges = whole_box(source.shape)[:1] if layout.dim is None else layout.pieces[rank]
     offset = 0

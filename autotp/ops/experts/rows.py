@@ -2,7 +2,7 @@
 
 Rows are in the order of their chosen experts, so their axis is `experts x rows of an expert`. The second factor differs
 from expert to expert and is known at run time only; only `experts` is ever cut. The functions take plain tensors, and
-graphs call them (`passes/plan/experts.py`).
+graphs call them (`passes/plan/experts`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,25 @@ from torch import Tensor
 from autotp.attached import READ, HostValues, host_values
 from autotp.errors import Error
 
-BEGINS = HostValues()
-"""Of the chosen experts of rows in order: where the rows of each expert begin, and where the last one's end."""
+_BEGINS = HostValues()
+"""Of the chosen experts of rows in order: where the rows of each expert begin, and where the last one's end; then the
+number of experts, and whether -1 is not one of them: a choice may be among others, too."""
+
+
+def note_begins(chosen: Tensor, number: int, grouped: bool, begins: list[int]) -> None:
+    """Notes where the rows of each expert begin, in order, and where the last one's end, so that nobody reads it."""
+    _BEGINS.keep(chosen, [*begins, number, grouped])
+
+
+def _known_begins(chosen: Tensor, number: int, grouped: bool) -> list[int] | None:
+    *begins, known_number, known_grouped = _BEGINS.of(chosen) or [0, 0]
+    return begins if (known_number, known_grouped) == (number, grouped) else None
 
 
 def dispatch(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) -> Tensor:
-    """Returns the rows that chose the experts `start` to `stop`, in the experts' order. Waits for the device, once.
+    """Returns the rows that chose the experts `start` to `stop`, in the experts' order.
+
+    Waits for the device once, if `exchange_counts` has not done so for this choice.
 
     Args:
         chosen: [rows] the index of each row's expert.
@@ -36,9 +49,11 @@ def dispatch(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) 
     """
     # Stable: the rows of an expert stay in the order in which one device multiplies them.
     ordered, places = torch.sort(_wrapped(chosen, number, grouped), stable=True)
-    experts = torch.arange(number + 1, dtype=ordered.dtype, device=ordered.device)
-    begins = torch.searchsorted(ordered, experts).tolist()
-    BEGINS.keep(chosen, begins)
+    begins = _known_begins(chosen, number, grouped)
+    if begins is None:
+        experts = torch.arange(number + 1, dtype=ordered.dtype, device=ordered.device)
+        begins = torch.searchsorted(ordered, experts).tolist()
+        note_begins(chosen, number, grouped, begins)
     if begins[0] or begins[-1] < len(chosen):
         wrong = int(ordered[0] if begins[0] else ordered[-1])
         raise Error(
@@ -54,7 +69,7 @@ def counts(chosen: Tensor, number: int, grouped: bool, start: int, stop: int) ->
     within = (_wrapped(chosen, number, grouped).long() - start + 1).clamp(0, stop - start + 1)
     row_counts = torch.zeros(stop - start + 2, dtype=torch.int64, device=chosen.device)
     row_counts = row_counts.index_add(0, within, torch.ones_like(within))[1:-1]
-    if begins := BEGINS.of(chosen):
+    if begins := _known_begins(chosen, number, grouped):
         # `dispatch` has read these numbers already, so the products that split by them need not wait again.
         READ.keep(row_counts, [end - begin for begin, end in pairwise(begins[start : stop + 1])])
     return row_counts

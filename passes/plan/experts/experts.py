@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.ops import experts as routing
+from autotp.ops.experts import rows as routing
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.candidate import contracts, root
 from autotp.passes.plan.infer_axes import Axes, infer_axes, is_getitem

@@ -8,7 +8,7 @@ from errors import message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotp.ops import experts as routing
+from autotp.ops.experts import rows as routing
 
 
 @pytest.mark.parametrize(("grouped", "wrong"), [(True, 4), (True, -1), (False, 4), (False, -5)])

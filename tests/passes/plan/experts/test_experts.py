@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autotp
-from autotp.ops import experts as routing
+from autotp.ops.experts import rows as routing
 from autotp.ops.grouped_mm import OPERATOR
-from autotp.passes.plan.experts import experts
+from autotp.passes.plan.experts.experts import experts
 from autotp.passes.plan.infer_axes import infer_axes
 
 pytest.importorskip("transformers.integrations.moe")  # It brings the product of groups in every dtype.

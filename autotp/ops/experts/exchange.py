@@ -1,0 +1,121 @@
+"""Sends rows to the ranks of their experts, and back.
+
+Ranks along the mesh axis `ep` have different rows, and each has some experts. `rows.py` puts a rank's rows in
+the order of all experts; here each rank gets the rows of its own experts from all ranks. Rows arrive rank after rank,
+and in each rank's part expert after expert: their places say where they stand in the order of the experts.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from autotp.attached import READ, HostValues
+from autotp.errors import Error
+from autotp.groups.process_group import seat
+from autotp.ops.collectives import send_rows
+from autotp.ops.experts.rows import counts, note_begins
+
+NUMBERS = HostValues()
+"""The numbers in tables of `exchange_counts`."""
+
+
+def own(weight: Tensor, ranks: int) -> Tensor:
+    """Returns the weights of this rank's experts, which are all that it stores. [experts ...] -> [experts/ranks ...]"""
+    return weight.view_as(weight)
+
+
+def exchange_counts(chosen: Tensor, group: str | None, number: int, grouped: bool) -> Tensor:
+    """Returns how many rows this rank sends, and gets. Waits for the device: the only time in a layer.
+
+    Args:
+        chosen: [rows] the index of each row's expert.
+        number: the number of experts, a multiple of the number of ranks.
+        grouped: False if -1 is a legal index, for the last expert.
+
+    Returns:
+        [2 ranks experts/ranks], int64: the rows that it sends to each expert of each rank, and the rows that it gets
+        from each rank for each of its experts.
+
+    Raises:
+        Error: an index is out of range; raised on all ranks of the group.
+    """
+    row_counts, ranks = counts(chosen, number, grouped, 0, number), 1 if group is None else seat(group)[1]
+    # A rank also sends how many of its rows chose no expert, so that no other rank waits for these.
+    lost = (len(chosen) - row_counts.sum()).expand(ranks, 1)
+    sent = torch.cat([row_counts.view(ranks, -1), lost], 1)
+    table = torch.stack([sent, send_rows(sent, group, [1] * ranks, [1] * ranks)])
+    numbers = table.tolist()
+    if any(row[-1] for row in numbers[1]):
+        rank = next(rank for rank, row in enumerate(numbers[1]) if row[-1])
+        raise Error(
+            f"{numbers[1][rank][-1]} rows of ep rank {rank} chose no expert of the {number}: an index is out of range",
+            fix="a router with as many outputs as there are experts",
+        )
+    note_begins(chosen, number, grouped, [0, *accumulate(n for row in numbers[0] for n in row[:-1])])
+    table = table[:, :, :-1].contiguous()
+    NUMBERS.keep(table, [n for side in numbers for row in side for n in row[:-1]])
+    return table
+
+
+def _rows(table: Tensor) -> tuple[list[int], list[int]]:
+    """Returns the number of rows that this rank sends to each rank, and gets from each."""
+    numbers, (_, ranks, experts) = NUMBERS.of(table), table.shape
+    if numbers is None:
+        numbers = table.flatten().tolist()
+        NUMBERS.keep(table, numbers)
+    by_rank = [sum(numbers[i : i + experts]) for i in range(0, len(numbers), experts)]
+    return by_rank[:ranks], by_rank[ranks:]
+
+
+def arrived_counts(table: Tensor) -> Tensor:
+    """Returns the number of rows of each expert of this rank. table: [2 ranks experts] -> [experts], int64"""
+    row_counts, (_, ranks, experts) = table[1].sum(0), table.shape
+    if numbers := NUMBERS.of(table):
+        received = numbers[ranks * experts :]
+        READ.keep(row_counts, [sum(received[expert::experts]) for expert in range(experts)])
+    return row_counts
+
+
+def arrival(table: Tensor) -> Tensor:
+    """Returns the places, in the order of this rank's experts, of rows as they arrive. -> [rows], int64"""
+    received, total = table[1], sum(_rows(table)[1])
+    by_expert = received.T.flatten()
+    places = (by_expert.cumsum(0) - by_expert).view(received.shape[::-1]).T.flatten()
+    as_sent = received.flatten()
+    moved = places - (as_sent.cumsum(0) - as_sent)
+    return torch.arange(total, device=table.device) + torch.repeat_interleave(moved, as_sent, output_size=total)
+
+
+def to_experts(x: Tensor, group: str | None, table: Tensor, places: Tensor) -> Tensor:
+    """Returns the rows of this rank's experts, of all ranks, in the experts' order.
+
+    Backward sends their gradients back: `to_rows` is its conjugate. Every rank takes part, also one without rows.
+
+    Args:
+        x: [rows ...] this rank's rows, in the order of all experts.
+        table: [2 ranks experts] from `exchange_counts`.
+        places: [arriving] from `arrival`.
+
+    Returns:
+        [arriving ...]
+    """
+    sent, received = _rows(table)
+    rows = send_rows(x, group, sent, received)
+    return torch.empty_like(rows).index_copy(0, places, rows)
+
+
+def to_rows(x: Tensor, group: str | None, table: Tensor, places: Tensor) -> Tensor:
+    """Returns this rank's rows as their experts have computed them; the inverse of `to_experts`.
+
+    Args:
+        x: [arriving ...] the rows of this rank's experts.
+        table, places: as for `to_experts`.
+
+    Returns:
+        [rows ...]
+    """
+    sent, received = _rows(table)
+    return send_rows(x.index_select(0, places), group, received, sent)

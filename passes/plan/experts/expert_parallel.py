@@ -1,0 +1,202 @@
+"""expert_parallel: sends rows to the ranks of their experts, which compute the rows of all ranks along `ep`.
+
+    Before: p = dispatch(chosen, 8, ...); c = counts(chosen, 8, ...); y = grouped_mm(index_select(x, 0, p), w, c)
+            z = combine(y, p, chosen)                                                     w[8, 64, 256]
+    After:  t = exchange_counts(chosen, "ep", 8, ...); q = arrival(t); d = arrived_counts(t); p = dispatch(chosen, ...)
+            y = grouped_mm(to_experts(index_select(x, 0, p), "ep", t, q), own(w, 4), d)
+            z = combine(to_rows(y, "ep", t, q), p, chosen)
+
+Ranks along `ep` are replicas: they have different rows, and the same parameters but for the experts', of which each
+stores its own. The graph is one rank's. It has the whole weights as its inputs, so that all else knows them by the
+shapes of the model; `own` says that a rank stores a part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import fx
+
+from autotp.display.text_table import bytes_text
+from autotp.errors import Error
+from autotp.ops.experts import exchange
+from autotp.ops.experts import rows as routing
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.plan.infer_axes import Axes
+from autotp.rules.call import operand_nodes
+from autotp.rules.traits import size_argument
+from autotp.sharding.axis import find
+from autotp.source_location import line_of
+
+EP = "ep"
+ROWS = 11
+"""The number of rows that arrive for an expert in example values: a number that no other size has."""
+
+
+def expert_parallel(graph: fx.Graph, axes: Axes, parameters: Collection[str], ep: int) -> fx.Graph:
+    """Returns the graph of one of `ep` ranks with experts of its own. Views of whole weights in it are dead.
+
+    Args:
+        graph: with rows in the order of their experts, as the pass `experts` makes it.
+        parameters: placeholder names of the parameters.
+
+    Raises:
+        Error: no rows choose experts, or `ep` does not divide their number; the weights of experts are no parameter.
+    """
+    numbers = [node.args[1] for node in graph.nodes if node.target is routing.dispatch]
+    if not numbers:
+        raise Error(
+            f"ep={ep}, and no layer has experts that rows choose from: stacks of weights, as transformers' "
+            'experts_implementation="grouped_mm" reads them',
+            fix="ep=1",
+        )
+    if uneven := [number for number in numbers if number % ep]:
+        raise Error(f"ep={ep} does not divide the {uneven[0]} experts of a layer", fix="ep that divides all of them")
+    rewriting = _Exchanging(graph, axes, parameters, ep)
+    for node in graph.nodes:
+        rewriting.visit(node)
+    return rewriting.builder.graph
+
+
+def exchanges(graph: fx.Graph, names: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+    """Returns the parameters that each rank has some experts of, for each exchange of rows of a graph in order.
+
+    Args:
+        names: placeholder -> parameter.
+    """
+    order: list[tuple[str, ...]] = []
+    for node in graph.nodes:
+        if node.target is exchange.exchange_counts:
+            order.append(())
+        elif node.target is exchange.own:
+            order[-1] += (names[node.args[0].name],)
+    return tuple(order)
+
+
+def described(graph: fx.Graph, ep: int) -> str:
+    """Returns what the plan says of a graph whose rows travel."""
+    tables = [node for node in graph.nodes if node.target is exchange.exchange_counts]
+    numbers = sorted({table.args[2] for table in tables})
+    sent = 0.0
+    for node in graph.nodes:
+        if node.target is exchange.to_experts:
+            value, rows = node.meta["val"], node.args[2].args[0].meta["val"].shape[0]
+            # `rows` is a number, or a symbol that has its number at capture.
+            count = rows if isinstance(rows, int) else rows.node.hint
+            sent += count * math.prod(value.shape[1:]) * value.dtype.itemsize * (ep - 1) / ep
+    several = f"{len(tables)} layers" if len(tables) > 1 else "1 layer"
+    return (
+        f"{several} of {' or '.join(map(str, numbers))} experts over ep={ep}: for a microbatch a rank sends "
+        f"{bytes_text(sent)} of rows there, as many back, and their gradients in backward"
+    )
+
+
+class _Exchanging:
+    """The new graph.
+
+    Attributes:
+        routes: the rows in the experts' order -> the table of counts, the places of what arrives, its counts.
+        inside: the nodes between `to_experts` and `to_rows`.
+        owned: a parameter of experts, or a view of it -> the same of this rank's experts.
+    """
+
+    def __init__(self, graph: fx.Graph, axes: Axes, parameters: Collection[str], ep: int) -> None:
+        self.axes, self.parameters, self.ep = axes, parameters, ep
+        self.builder = Builder(fake_mode_of(graph))
+        self.routes: dict[fx.Node, tuple[fx.Node, fx.Node, fx.Node]] = {}
+        self.inside: set[fx.Node] = set()
+        self.owned: dict[fx.Node, fx.Node] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        env, self.builder.origin = self.builder.env, node
+        if node.target is routing.dispatch:
+            self.routes[node] = self._route(node)
+            self.builder.copy(node)
+        elif node.target is routing.counts:
+            env[node] = next(counts for places, (_, _, counts) in self.routes.items() if places.args == node.args)
+        elif node.target in (routing.spread, routing.grouped_mm):
+            env[node] = self._read(node)
+            self.inside.add(node)
+        elif node.target is routing.combine:
+            rows, places, _ = node.args
+            env[rows] = self._exchanged(exchange.to_rows, env[rows], places, env[places].meta["val"])  # type: ignore[index]
+            self.builder.copy(node)
+        elif any(operand in self.inside for operand in node.all_input_nodes):
+            args, kwargs = self.builder.map((node.args, node.kwargs))
+            env[node] = self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+            self.inside.add(node)
+        else:
+            copy = self.builder.copy(node)
+            if len(node.args) > 2 and node.args[2] in self.routes:  # Rows in the experts' order.
+                env[node] = self._exchanged(exchange.to_experts, copy, node.args[2])
+                self.inside.add(node)
+
+    def _route(self, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """Writes what ranks tell each other of a choice."""
+        chosen, number, grouped, *_ = self.builder.map(node.args)
+        table = self.builder.raw(exchange.exchange_counts, (chosen, EP, number, grouped))
+        places, counts = (self.builder.raw(f, (table,)) for f in (exchange.arrival, exchange.arrived_counts))
+        example, experts = node.meta["val"], number // self.ep
+        with self.builder.mode:
+            rows = experts * self.builder.length(f"arriving_rows_of_an_expert_{len(self.routes)}", ROWS)
+            table.meta["val"] = example.new_empty([2, self.ep, experts])
+            places.meta["val"], counts.meta["val"] = example.new_empty(rows), example.new_empty(experts)
+        return table, places, counts
+
+    def _exchanged(self, move: Any, x: fx.Node, places: Any, like: Any = None) -> fx.Node:
+        table, arriving, _ = self.routes[places]
+        moved = self.builder.raw(move, (x, EP, table, arriving))
+        rows = (arriving.meta["val"] if like is None else like).shape[0]
+        with self.builder.mode:
+            moved.meta["val"] = x.meta["val"].new_empty([rows, *x.meta["val"].shape[1:]])
+        return moved
+
+    def _read(self, node: fx.Node) -> fx.Node:
+        """Writes a read of the experts' weights, which gets those of this rank's experts."""
+        arguments, weight = list(self.builder.map(node.args)), int(node.target is routing.grouped_mm)
+        arguments[weight] = self._own(node.args[weight])
+        count = node.args[1 + weight]
+        _, arriving, counts = next(route for route in self.routes.values() if route[2] is self.builder.env[count])  # type: ignore[index]
+        if node.target is routing.spread:
+            arguments[2] = arriving
+        assert arguments[1 + weight] is counts
+        read, value = self.builder.raw(node.target, tuple(arguments)), node.meta["val"]  # type: ignore[arg-type]
+        with self.builder.mode:
+            read.meta["val"] = value.new_empty([arriving.meta["val"].shape[0], *value.shape[1:]])
+        return read
+
+    def _own(self, weight: Any) -> fx.Node:
+        """Returns the weights of this rank's experts.
+
+        Raises:
+            Error: they are no view of a parameter with experts along its first dimension.
+        """
+        if weight not in self.owned:
+            self.owned[weight] = self._viewed(weight)
+        return self.owned[weight]
+
+    def _viewed(self, weight: fx.Node) -> fx.Node:
+        if weight.name in self.parameters:
+            own = self.builder.raw(exchange.own, (self.builder.env[weight], self.ep))
+            value = weight.meta["val"]
+            with self.builder.mode:
+                own.meta["val"] = value.new_empty([value.shape[0] // self.ep, *value.shape[1:]])
+            return own
+        operands = [operand for operand in operand_nodes(weight) if operand is not None]
+        if len(operands) != 1 or size_argument(weight.target) or not self._same_experts(weight, operands[0]):
+            raise Error(
+                f"ep={self.ep}: the weights of experts are computed before they are read: a rank cannot store its own",
+                at=line_of(weight),
+                fix="nn.Parameter of [experts ...] that the layer reads itself; or ep=1",
+            )
+        args, kwargs = fx.map_arg(
+            (weight.args, weight.kwargs), lambda n: self._own(n) if n is operands[0] else self.builder.env[n]
+        )
+        return self.builder.call(weight.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _same_experts(self, *nodes: fx.Node) -> bool:
+        """True if all have the same axis as their first dimension."""
+        first = [self.axes.of(node)[:1] for node in nodes]
+        return all(dims and find(dims[0]) is find(first[0][0]) for dims in first)

@@ -1,0 +1,101 @@
+"""expert_rows: each fault in how rows travel to their experts, and back, is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from graphs import canonical
+from small_models import Mixture
+from torch import fx, nn
+
+from autotp.errors import Error
+from autotp.ops.experts import exchange
+from autotp.ops.experts import rows as routing
+from autotp.ops.grouped_mm import OPERATOR
+from autotp.passes.check.expert_rows import expect_expert_rows
+from autotp.passes.lower.dce import dce
+from autotp.passes.plan.experts.expert_parallel import expert_parallel
+from autotp.passes.plan.experts.experts import experts
+from autotp.passes.plan.infer_axes import infer_axes
+
+Fault = Callable[[fx.Graph, Callable[[Any, int], fx.Node]], None]
+aten = torch.ops.aten
+
+
+def proved(fault: Fault | None) -> None:
+    """Two layers of experts on two ranks, with a fault."""
+    captured, graph = canonical(nn.Sequential(Mixture(OPERATOR), Mixture()), torch.randn(6, 8))
+    before, axes = experts(graph, infer_axes(graph), captured.parameters, 2)
+    made = dce(expert_parallel(before, axes, captured.parameters, 2))
+    if fault is not None:
+        fault(made, lambda target, i=0: [node for node in made.nodes if node.target is target][i])
+    expect_expert_rows(before, made, captured.inputs, 2)
+
+
+def left_out(move: Any) -> Fault:
+    def fault(graph: fx.Graph, at: Any) -> None:
+        node = at(move, 0)
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+    return fault
+
+
+def changed(target: Any, position: int, other: Callable[[Any], Any], layer: int = 1) -> Fault:
+    def fault(graph: fx.Graph, at: Any) -> None:
+        node = at(target, layer)
+        node.args = (*node.args[:position], other(at), *node.args[position + 1 :])
+
+    return fault
+
+
+def also_read_whole(graph: fx.Graph, at: Any) -> None:
+    """A penalty on all weights of the experts, of which a rank stores its own."""
+    own, end = at(exchange.own, 0), next(node for node in graph.nodes if node.op == "output")
+    with graph.inserting_before(end):
+        penalty = graph.call_function(aten.sum.default, (own.args[0],))
+    penalty.meta["val"] = own.args[0].meta["val"].new_empty(())
+
+
+def without_its_experts(graph: fx.Graph, at: Any) -> None:
+    at(exchange.own, 0).meta["val"] = at(exchange.own, 0).args[0].meta["val"]
+
+
+def twice_activated(graph: fx.Graph, at: Any) -> None:
+    gelu = at(aten.gelu.default, 0)
+    with graph.inserting_after(gelu):
+        again = graph.call_function(aten.relu.default, (gelu,))
+    again.meta["val"] = gelu.meta["val"]
+    gelu.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+
+
+FAULTS: dict[str, Fault] = {
+    "rows-stay": left_out(exchange.to_experts),
+    "rows-do-not-come-back": left_out(exchange.to_rows),
+    "whole-weights": left_out(exchange.own),
+    "another-table-there": changed(exchange.to_experts, 2, lambda at: at(exchange.exchange_counts, 0)),
+    "another-table-back": changed(exchange.to_rows, 2, lambda at: at(exchange.exchange_counts, 0)),
+    "other-places": changed(exchange.to_experts, 3, lambda at: at(exchange.arrival, 0)),
+    "other-counts": changed(routing.grouped_mm, 2, lambda at: at(exchange.arrival, 0)),
+    "rows-of-this-rank-inside": changed(routing.grouped_mm, 0, lambda at: at(aten.index_select.default, 0)),
+    "another-choice": changed(exchange.exchange_counts, 0, lambda at: at(exchange.exchange_counts, 0).args[0]),
+    "another-number": changed(exchange.exchange_counts, 2, lambda at: 8),
+    "counted-from-the-end": changed(exchange.exchange_counts, 3, lambda at: True),
+    "three-ranks": changed(exchange.own, 1, lambda at: 3),
+    "own-of-all": without_its_experts,
+    "another-operator": twice_activated,
+    "read-whole": also_read_whole,
+}
+
+
+def test_expert_rows_proves_what_the_pass_makes() -> None:
+    proved(None)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_expert_rows_refuses(name: str) -> None:
+    with pytest.raises(Error, match="rows that travel would not compute the model"):
+        proved(FAULTS[name])

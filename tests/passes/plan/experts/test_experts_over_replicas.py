@@ -1,0 +1,270 @@
+"""distribute(ep=): replicas with different rows and different experts train as one device with all rows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from errors import message
+from ranks import Checks, shared
+from small_models import Mixture, assert_values_close
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import autotp
+from autotp.ops.grouped_mm import OPERATOR
+from autotp.training.distribute import distribute
+
+checks = Checks(timeout=280)
+CLOSE = {"rtol": 0, "atol": 1e-10}
+
+
+class Layers(nn.Module):
+    """Two layers of four experts, which read their weights in groups and row by row, and a loss."""
+
+    def __init__(self, idle: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Mixture(OPERATOR), Mixture(), nn.Linear(8, 3)
+        if idle:  # No row chooses the last two experts of either layer.
+            for layer in (self.first, self.second):
+                layer.router.bias.data.copy_(torch.tensor([40.0, 30.0, -30.0, -40.0]))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x: [batch seq 8], y: [batch seq 3]"""
+        rows = self.second(self.first(x.flatten(0, 1)))
+        return F.mse_loss(self.head(rows), y.flatten(0, 1))
+
+
+def layers(idle: bool = False) -> Layers:
+    torch.manual_seed(0)
+    return Layers(idle).double()
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """Eight rows, in the second step sixteen longer ones."""
+    draw, size = torch.Generator().manual_seed(step), (16, 5) if step == 1 else (8, 3)
+    return {
+        "x": torch.randn(*size, 8, generator=draw).double() * 3,
+        "y": torch.randn(*size, 3, generator=draw).double(),
+    }
+
+
+def of_replica(values: dict[str, Tensor], trainer: autotp.Trainer) -> dict[str, Tensor]:
+    dp = trainer.mesh["dp"]
+    return {name: x.chunk(dp.size())[dp.get_local_rank()] for name, x in values.items()}
+
+
+def started(model: nn.Module, **layout: Any) -> autotp.Trainer:
+    parts = layout["dp"] * layout.get("microbatches", 1)
+    return distribute(model, example_inputs={name: x[: 8 // parts] for name, x in batch(0).items()}, **layout)
+
+
+def train_beside_one_device(whole: nn.Module, **layout: Any) -> tuple[autotp.Trainer, torch.optim.AdamW]:
+    """Three steps; each compares the loss, all gradients, their norm, and the loss of an evaluation."""
+    trainer = started(copy.deepcopy(whole), **layout)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1) for m in (whole, trainer)]
+    for step in range(3):
+        values = batch(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = whole(**values)
+        expected.backward()
+        assert_values_close(trainer.step(**of_replica(values, trainer)), expected.detach(), **CLOSE)
+        wanted = {name: parameter.grad for name, parameter in whole.named_parameters()}
+        for name, parameter in trainer.named_parameters():
+            found, text = whole_of(parameter.grad), f"{name}: {{}}".format
+            assert_values_close(found, wanted[name], **CLOSE, msg=text)
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        assert_values_close(autotp.clip_grad_norm_(trainer, 0.5), norm, **CLOSE)
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            expected = whole(**values)
+        assert_values_close(trainer.evaluate(**of_replica(values, trainer)), expected, **CLOSE)
+    return trainer, optimizers[1]
+
+
+def whole_of(tensor: Any) -> Tensor:
+    """What all ranks hold of a tensor."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+def expect_state(trainer: autotp.Trainer, whole: nn.Module, rank: int) -> None:
+    state = autotp.full_state_dict(trainer)
+    for name, tensor in whole.state_dict().items() if rank == 0 else ():
+        assert_values_close(state[name], tensor, **CLOSE)
+
+
+@checks.on(2)
+def two_replicas_with_half_of_the_experts_train_as_one_device(rank: int, n: int) -> None:
+    """Gradients of experts are no ep times too large (Megatron-LM#5956); those of routers are whole
+    (transformers#48205, torchtitan#4054); the norm counts experts (Megatron-LM#5916); rows come back to their places
+    where a batch has several (torchtitan#3604).
+    """
+    whole = layers()
+    trainer, _ = train_beside_one_device(whole, dp=2, ep=2)
+    shapes = {name: list(p.to_local().shape) for name, p in trainer.named_parameters() if name.startswith("first.")}
+    assert shapes == {
+        "first.up": [2, 8, 10], "first.up_bias": [2, 10], "first.down": [2, 10, 8], "first.down_bias": [2, 8],
+        "first.router.weight": [4, 8], "first.router.bias": [4],
+    }  # fmt: skip
+    expect_state(trainer, whole, rank)
+
+
+@checks.on(2)
+def microbatches_and_zero_leave_experts_where_they_are(rank: int, n: int) -> None:
+    for zero in (0, 1, 2, 3):
+        whole = layers()
+        trainer, _ = train_beside_one_device(whole, dp=2, ep=2, zero=zero, microbatches=2)
+        assert list(trainer.get_parameter("first.up").to_local().shape) == [2, 8, 10]
+        expect_state(trainer, whole, rank)
+
+
+@checks.on(2)
+def experts_without_rows_have_zero_gradients_on_every_rank(rank: int, n: int) -> None:
+    """And their optimizer state moves as on one device, weight decay too (Automodel#2995)."""
+    whole = layers(idle=True)
+    trainer, optimizer = train_beside_one_device(whole, dp=2, ep=2)
+    expect_state(trainer, whole, rank)
+    parameter = trainer.get_parameter("second.down")
+    grad, state = parameter.grad, optimizer.state[parameter]
+    assert isinstance(grad, DTensor) and bool(grad.to_local().any()) == (rank == 0)
+    assert bool(state["exp_avg"].to_local().any()) == (rank == 0) and int(state["step"]) == 3
+
+
+@checks.on(4)
+def experts_are_cut_by_width_over_tp(rank: int, n: int) -> None:
+    whole = layers()
+    trainer, _ = train_beside_one_device(whole, tp=2, dp=2, ep=2)
+    assert list(trainer.get_parameter("first.up").to_local().shape) == [2, 8, 5]
+    expect_state(trainer, whole, rank)
+
+
+@checks.on(4)
+def replicas_of_experts_sum_their_gradients(rank: int, n: int) -> None:
+    whole = layers()
+    trainer, _ = train_beside_one_device(whole, dp=4, ep=2)
+    assert list(trainer.get_parameter("first.up").to_local().shape) == [2, 8, 10]
+    expect_state(trainer, whole, rank)
+
+
+@checks.on(4)
+def each_replica_has_one_expert(rank: int, n: int) -> None:
+    whole = layers()
+    trainer, _ = train_beside_one_device(whole, dp=4, ep=4, recompute="selective")
+    assert list(trainer.get_parameter("first.up").to_local().shape) == [1, 8, 10]
+    expect_state(trainer, whole, rank)
+
+
+@checks.on(2)
+def a_compute_dtype_is_that_of_rows_that_travel(rank: int, n: int) -> None:
+    losses = []
+    for ep in (1, 2):
+        torch.manual_seed(0)
+        trainer = started(Layers(), dp=2, ep=ep, compute_dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(trainer.parameters(), lr=1e-3)
+        for step in range(3):
+            optimizer.zero_grad()
+            losses.append(trainer.step(**{key: x.float() for key, x in of_replica(batch(step), trainer).items()}))
+            optimizer.step()
+        assert all(p.dtype == torch.float32 for p in trainer.parameters())
+    assert_values_close(losses[3:], losses[:3], rtol=0.02, atol=0)
+
+
+# ---- states and checkpoints
+
+LAYOUTS: tuple[dict[str, int], ...] = ({"dp": 2, "ep": 2, "tp": 2}, {"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 4})
+
+
+@checks.on(4)
+def checkpoints_go_from_any_layout_to_any(rank: int, n: int) -> None:
+    """Weights and moments of experts, saved where others were, go on as one device does."""
+    for number, layout in enumerate(LAYOUTS):
+        whole, folder = layers(), shared(rank)
+        trainer, optimizer = train_beside_one_device(whole, **layout)
+        autotp.save_checkpoint(folder, trainer, optimizer, step=trainer.steps)
+        whole_state = autotp.full_state_dict(trainer)
+        optimizer.zero_grad()
+        loss = trainer.step(**of_replica(batch(3), trainer))
+        optimizer.step()
+        after = autotp.full_state_dict(trainer)
+        other = started(Layers().double(), **LAYOUTS[(number + 1) % len(LAYOUTS)])
+        resumed = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.1)
+        autotp.load_checkpoint(folder, other, resumed)
+        loaded = autotp.full_state_dict(other)
+        assert_values_close(other.step(**of_replica(batch(3), other)), loss, **CLOSE)
+        resumed.step()
+        moved = autotp.full_state_dict(other)
+        for name in whole_state if rank == 0 else ():
+            assert torch.equal(loaded[name], whole_state[name]), name
+            assert_values_close(moved[name], after[name], **CLOSE)
+
+
+@checks.on(4)
+def state_dicts_are_read_back(rank: int, n: int) -> None:
+    trainer = started(layers(), dp=2, ep=2, tp=2)
+    own = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    whole = autotp.full_state_dict(trainer)
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.zero_()
+    assert not any(bool(tensor.any()) for tensor in autotp.full_state_dict(trainer).values())
+    trainer.load_state_dict(own)
+    again = autotp.full_state_dict(trainer)
+    other = started(Layers().double(), dp=4, ep=2)
+    autotp.load_full_state_dict(other, again if rank == 0 else {})
+    loaded = autotp.full_state_dict(other)
+    for name in whole if rank == 0 else ():
+        assert torch.equal(again[name], whole[name]) and torch.equal(loaded[name], whole[name]), name
+
+
+# ---- what is refused
+
+
+@checks.on(2)
+def a_model_without_experts_is_one_error_on_every_rank(rank: int, n: int) -> None:
+    class Dense(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(super().forward(x), y)
+
+    text = message(lambda: started(Dense(8, 3).double(), dp=2, ep=2))
+    assert text.startswith("distribute(Dense, tp=1, pp=1, dp=2, ep=2): ep=2, and no layer has experts")
+
+
+@checks.on(2)
+def a_batch_that_leaves_out_a_layer_is_one_error_on_every_rank(rank: int, n: int) -> None:
+    class Optional(Layers):
+        def forward(self, x: Tensor, y: Tensor, deep: bool = True) -> Tensor:
+            rows = self.first(x.flatten(0, 1))
+            return F.mse_loss(self.head(self.second(rows) if deep else rows), y.flatten(0, 1))
+
+    trainer = started(Optional().double(), dp=2, ep=2)
+    text = message(lambda: trainer.step(**of_replica(batch(0), trainer), deep=False))
+    assert "a batch of another kind runs 1 layers of experts in place of 2" in text
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "does not divide": ({"dp": 4, "ep": 3}, "ep=3 does not divide dp=4: experts are cut over replicas"),
+    "no size": ({"dp": 4, "ep": 0}, "ep=0 is not a whole number of 1 or more\n  try      ep=2"),
+    "zero": ({"dp": 4, "ep": 2, "zero": 1}, "ep=2 beside zero=1 and dp=4"),
+    "full": ({"dp": 2, "ep": 2, "recompute": "full"}, 'ep=2 beside recompute="full"'),
+    "memory": ({"dp": 2, "ep": 2, "memory": "1GB"}, "ep=2 beside memory='1GB'"),
+    "cp": ({"dp": 2, "ep": 2, "cp": 2}, "ep=2 beside cp=2"),
+    "overlap": ({"dp": 2, "ep": 2, "overlap": "batch"}, "ep=2 beside overlap='batch'"),
+    "halves": ({"dp": 2, "ep": 2, "pp": 2, "schedule": "zero-bubble"}, "ep=2 beside schedule='zero-bubble'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_distribute_refuses(name: str) -> None:
+    layout, problem = REFUSED[name]
+    assert problem in message(lambda: distribute(layers(), **layout))

@@ -1,0 +1,141 @@
+"""distribute(ep=): mixtures of transformers train as one device does, and are read from folders by their ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Checks, shared
+from small_models import assert_values_close
+from torch import Tensor
+
+import autotp
+
+transformers: Any = pytest.importorskip("transformers")
+checks = Checks(timeout=280)
+CLOSE = {"rtol": 0, "atol": 1e-7}
+"""Norms, routers and losses of transformers compute in float32; `test_experts_over_replicas.py` has 1e-10."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "use_cache": False, "pad_token_id": 0,
+}  # fmt: skip
+FOUR: dict[str, Any] = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}
+WIDTHS: dict[str, Any] = SIZES | {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+DEEPSEEK: dict[str, Any] = WIDTHS | {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", FOUR),
+    "qwen3_moe": ("Qwen3Moe", WIDTHS | {"num_experts": 4, "head_dim": 8}),
+    "olmoe": ("Olmoe", SIZES | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),  # A shared expert; a sigmoid router with a bias; one layer is dense.
+    "gpt_oss": ("GptOss", FOUR | {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "granite": ("GraniteMoe", FOUR),
+    "phimoe": ("Phimoe", FOUR),
+    "ernie": ("Ernie4_5_Moe", SIZES | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12}),
+    "qwen2_moe": ("Qwen2Moe", WIDTHS | {"num_experts": 4, "shared_expert_intermediate_size": 12}),
+    "glm4_moe": ("Glm4Moe", WIDTHS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 8}),
+}
+
+
+def of_class(name: str) -> Any:
+    head, sizes = FAMILIES[name]
+    return getattr(transformers, f"{head}ForCausalLM")(getattr(transformers, f"{head}Config")(**sizes))
+
+
+def built(name: str) -> Any:
+    """A model in float64 that loops over its experts: it needs no product in groups, which has no float64."""
+    torch.manual_seed(0)
+    model = of_class(name)
+    model.set_experts_implementation("eager")
+    return model.double().train()
+
+
+def rows(step: int) -> dict[str, Tensor]:
+    tokens = torch.randint(1, 64, (8, 6), generator=torch.Generator().manual_seed(step))[: 8 - 4 * (step == 1)]
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def trains_as_one_device(name: str, kernel: str, **layout: Any) -> None:
+    """Three steps: the loss, every gradient, and at last the parameters."""
+    whole = built(name)
+    model = copy.deepcopy(whole)
+    model.set_experts_implementation(kernel)
+    example = {key: x[: 8 // (layout["dp"] * layout.get("microbatches", 1))] for key, x in rows(0).items()}
+    trainer = autotp.distribute(model, example_inputs=example, **layout)
+    replica, of_one = trainer.mesh["dp"].get_local_rank(), dict(whole.named_parameters())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-4) for m in (whole, trainer)]
+    for step in range(3):
+        batch = rows(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        whole(**batch).loss.backward()
+        trainer.step(**{key: x.chunk(layout["dp"])[replica] for key, x in batch.items()})
+        for key, parameter in trainer.named_parameters():
+            assert (parameter.grad is None) == (of_one[key].grad is None), key
+            if parameter.grad is not None:
+                grad: Any = parameter.grad
+                text = f"{name}, {key}: {{}}".format
+                assert_values_close(grad.full_tensor(), of_one[key].grad, **CLOSE, msg=text)
+        for optimizer in optimizers:
+            optimizer.step()
+    state = autotp.full_state_dict(trainer)
+    for key, tensor in whole.state_dict().items() if not torch.distributed.get_rank() else ():
+        assert_values_close(state[key], tensor, **CLOSE)
+
+
+def of_family(name: str, kernel: str = "grouped_mm", rare: bool = True) -> Callable[[int, int], None]:
+    def check(rank: int, n: int) -> None:
+        trains_as_one_device(name, kernel, dp=2, ep=2)
+
+    check.__name__ = check.__qualname__ = f"{name}_with_{kernel}_trains_as_one_device".replace("-", "_")
+    globals()[check.__name__] = check  # It is sent to ranks by its name.
+    return checks.on(2, rare=rare)(check)
+
+
+for family in FAMILIES:
+    of_family(family, rare=family not in ("mixtral", "deepseek_v3"))
+of_family("qwen3_moe", "batched_mm", rare=False)
+
+
+@checks.on(4)
+def stages_of_a_pipeline_send_rows_to_their_replicas(rank: int, n: int) -> None:
+    trains_as_one_device("mixtral", "grouped_mm", dp=2, ep=2, pp=2, microbatches=2)
+
+
+@checks.on(2)
+def a_folder_is_read_by_experts(rank: int, n: int) -> None:
+    """Each rank reads the rows of its experts, which the file has one by one."""
+    folder, whole = shared(rank), built("mixtral")
+    if rank == 0:
+        whole.save_pretrained(folder)
+    torch.distributed.barrier()
+    example = {key: x[:4] for key, x in rows(0).items()}
+    trainer = autotp.distribute(str(folder), dp=2, ep=2, example_inputs=example)
+    assert list(trainer.get_parameter("model.layers.0.mlp.experts.down_proj").to_local().shape) == [2, 16, 24]
+    state = autotp.full_state_dict(trainer)
+    for name, tensor in whole.state_dict().items() if rank == 0 else ():
+        assert torch.equal(state[name], tensor), name
+
+
+@checks.on(2)
+def a_model_on_meta_draws_what_one_device_draws(rank: int, n: int) -> None:
+    def on_meta(**layout: int) -> dict[str, Tensor]:
+        with torch.device("meta"):
+            model = of_class("qwen3_moe")
+        torch.manual_seed(7)
+        example = {key: x[:4] for key, x in rows(0).items()}
+        return autotp.full_state_dict(autotp.distribute(model, example_inputs=example, **layout))
+
+    state, expected = on_meta(dp=2, ep=2), on_meta(dp=2)
+    for name, tensor in expected.items():
+        assert torch.equal(state[name], tensor), name
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
