@@ -369,7 +369,9 @@ def analyse_microbatch(
         two = map_rows((args, kwargs), rows, repeat_rows)
         # Sequences are whole: documents that lie in one row only can be cut over cp.
         whole = replace(training, cp=1)
-        analyse_for_masks(padded, skeleton, two[0], two[1], tp, whole, call, last="row_independence")
+        of_two = analyse_for_masks(padded, skeleton, two[0], two[1], tp, whole, call, last="row_independence")
+        assert of_two.totals is not None
+        call = replace(call, sums=of_two.totals.names)
     options = {"cp_rank": cp_rank, "captures": captures}
     analysis = analyse_for_masks(padded, skeleton, args, kwargs, tp, training, call, **options)
     if training.microbatches > 1:
