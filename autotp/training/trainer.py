@@ -90,6 +90,7 @@ from autotp.training.pipeline.schedules import (
     analyse_microbatch,
     division,
     engine,
+    expect_forward_alone,
     learning_of,
     parameters_of_stage,
     stages_of,
@@ -534,13 +535,7 @@ class Trainer(InGraphs, HasHoldings):
         engine = self._engine(analysis, self._works)
         if engine is None or not training or analysis.totals is None or analysis.totals.functions is None:
             return engine, None
-        if not self._training.engine.evaluates:
-            raise Error(
-                "the loss needs sums over the whole batch before backward, as a balancing loss does, and torch's "
-                f'schedule "{self._training.schedule}" has no forward alone',
-                fix='schedule="zero-bubble"',
-                alternative='balance="microbatch"',
-            )
+        expect_forward_alone(self._training, self.mesh["pp"].size(), analysis)
         return engine, self._engine(analysis, self._works)
 
     def _engine(self, analysis: Program, works: Mapping[int, nn.Module]) -> Any:

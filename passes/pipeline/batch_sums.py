@@ -23,7 +23,7 @@ import sympy
 import torch
 from torch import fx
 
-from autotp.passes.builder import Builder, copied, dtype_of_sums, fake_mode_of
+from autotp.passes.builder import Builder, copied, dtype_of_sums, fake_mode_of, size_assumptions
 from autotp.rules.call import arguments_of, operator_name, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
@@ -58,6 +58,22 @@ class BatchSums:
 def symbols(size: Any) -> set[Any]:
     """Returns the symbols in a size; an empty set for a number or a tensor."""
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt | torch.SymFloat) else set()
+
+
+def equal_symbols(graph: fx.Graph) -> dict[Any, Any]:
+    """Returns symbol -> another one that is as large in each call, as comparisons of sizes in the graph assume."""
+    assumed, same = size_assumptions(graph), dict[Any, Any]()
+    at_most = {sympy.expand(x.lhs - x.rhs) for x in assumed if isinstance(x, sympy.Le)}
+    zeros = [x.lhs - x.rhs for x in assumed if isinstance(x, sympy.Eq)] + [x for x in at_most if -x in at_most]
+    before = -1
+    while len(same) != before:  # One equation may show that another one is of two symbols.
+        before = len(same)
+        for zero in zeros:
+            for factor, _ in sympy.factor_list(zero.subs(list(same.items())))[1]:  # No size is 0.
+                pair = sorted(factor.free_symbols, key=str)
+                if len(pair) == 2 and sympy.expand(factor) in (pair[0] - pair[1], pair[1] - pair[0]):
+                    same = {x: pair[1] if y == pair[0] else y for x, y in same.items()} | {pair[0]: pair[1]}
+    return same
 
 
 def is_mean(node: fx.Node) -> bool:

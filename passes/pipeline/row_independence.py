@@ -34,13 +34,14 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from autotp.errors import Error
 from autotp.ops.collectives import scatter
 from autotp.ops.placement_moves import apart
-from autotp.passes.pipeline.batch_sums import is_mean, is_zero, symbols
+from autotp.passes.pipeline.batch_sums import equal_symbols, is_mean, is_zero, symbols
 from autotp.passes.pipeline.documents import ends_of, reads_documents
 from autotp.passes.pipeline.row_order import RowOrder
 from autotp.passes.plan.infer_axes import Axes, Bound, Dims, is_getitem, named_dims
@@ -267,7 +268,8 @@ class _Proof:
         sums = {i for i, x in enumerate(operands) if x in self.sums}
         zeros = {i for i, x in enumerate(operands) if is_zero(x)}
         linear = any(sums <= group <= sums | zeros for group in self.axes.bound[node].rule.linear)
-        return not self.made & set(node.all_input_nodes) and (linear or has(node.target, Trait.SAME))
+        unchanged = has(node.target, Trait.SAME) or (has(node.target, Trait.SUM) and is_zero(node.args[1]))
+        return not self.made & set(node.all_input_nodes) and (linear or unchanged)
 
     def _adds_by_class(self, node: fx.Node) -> bool:
         """True for an operator that counts, or adds up, what there is of each class, wherever it lies."""
@@ -282,8 +284,11 @@ class _Proof:
             return False
         if values is None:
             return True
-        same_lengths = _lengths(classes) == _lengths(values)
-        return same_lengths and self._side_by_side(self.axes.of(classes), self.axes.of(values))
+        lengths, others = _lengths(classes), _lengths(values)
+        if lengths != others:
+            same = equal_symbols(node.graph)
+            lengths, others = ([sympy.sympify(n).subs(same) for n in some] for some in (lengths, others))
+        return lengths == others and self._side_by_side(self.axes.of(classes), self.axes.of(values))
 
     def _is_by_row(self, node: fx.Node) -> bool:
         """True if each row of an operator's result depends on the same row of its operands only."""

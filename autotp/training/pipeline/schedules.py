@@ -163,7 +163,12 @@ def costed(analysis: Program) -> tuple[fx.Graph, Axes]:
 
 
 def division(training: Training, ranks: int, analysis: Program, lowered: fx.Graph) -> Division:
-    """Returns how a model's blocks are divided among the stages of `ranks` ranks: alike on all ranks."""
+    """Returns how a model's blocks are divided among the stages of `ranks` ranks: alike on all ranks.
+
+    Raises:
+        Error: as `expect_forward_alone`.
+    """
+    expect_forward_alone(training, ranks, analysis)
     homes = {i: rank for rank in range(ranks) for i in stages_of(training, rank, ranks)}
     names, schedule = list(analysis.captured.parameters), training.engine
     blocks = blocks_in_order(lowered, names)
@@ -171,6 +176,18 @@ def division(training: Training, ranks: int, analysis: Program, lowered: fx.Grap
     flights = [keeps_activations * schedule.flight(i, len(homes), training.microbatches) for i in range(len(homes))]
     costs = block_costs(*costed(analysis), blocks, names)
     return partition(blocks, costs, [homes[i] for i in range(len(homes))], flights)
+
+
+def expect_forward_alone(training: Training, ranks: int, analysis: Program) -> None:
+    """Raises Error if forward has to run before a step of a pipeline, and its schedule always runs backward."""
+    functions = None if analysis.totals is None else analysis.totals.functions
+    if functions is not None and ranks > 1 and not training.engine.evaluates:
+        raise Error(
+            "the loss needs sums over the whole batch before backward, as a balancing loss does, and torch's schedule "
+            f'"{training.schedule}" has no forward alone',
+            fix='schedule="zero-bubble"',
+            alternative='balance="microbatch"',
+        )
 
 
 class ContiguousGradient(torch.autograd.Function):

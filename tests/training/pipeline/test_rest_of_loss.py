@@ -26,6 +26,7 @@ from torch.optim import AdamW
 
 import autotp
 from autotp.errors import Error
+from autotp.training.pipeline.rest_of_loss import RestOfLoss
 
 ROWS, SEQ, VOCAB, EXPERTS = 8, 6, 32, 4
 
@@ -35,6 +36,7 @@ class Mixture(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
+        self.coefficient = 0.3
         self.embedding, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
         self.layers = nn.ModuleList(Layer(dropout) for _ in range(2))
 
@@ -47,7 +49,7 @@ class Mixture(nn.Module):
             probabilities = logits.softmax(-1)
             counts = F.one_hot(probabilities.argmax(-1), EXPERTS) * weights.unsqueeze(-1)
             shares = (probabilities * weights.unsqueeze(-1)).sum((0, 1)) / weights.sum()
-            loss = loss + 0.3 * EXPERTS * (counts.sum((0, 1)) / weights.sum() * shares).sum()
+            loss = loss + self.coefficient * EXPERTS * (counts.sum((0, 1)) / weights.sum() * shares).sum()
             loss = loss + 0.1 * (logits.logsumexp(-1).square() * weights).sum() / weights.sum()
         return loss + F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
@@ -218,11 +220,96 @@ def stages_and_replicas(rank: int, n: int) -> None:
     expect_one_device(mixture(), batch, pp=2, dp=2, microbatches=2, zero=1)
 
 
+def unpadded(step: int, rows: int = ROWS) -> dict[str, Tensor]:
+    """Without a mask transformers counts in another way."""
+    tokens = hf_batch(step + 9, rows)["input_ids"] + 1
+    return {"input_ids": tokens % VOCAB, "labels": tokens % VOCAB}
+
+
 @checks.on(4)
 def families_of_transformers(rank: int, n: int) -> None:
     for family in FAMILIES:
         with in_float64(family):
             expect_one_device(transformer(family), hf_batch, tp=2, dp=2)
+
+
+@checks.on(4, rare=True)
+def families_in_microbatches(rank: int, n: int) -> None:
+    for family in FAMILIES:
+        with in_float64(family):
+            expect_one_device(transformer(family), unpadded, tp=2, dp=2, microbatches=2, recompute="full")
+
+
+@checks.on(2)
+def transformers_in_other_layouts(rank: int, n: int) -> None:
+    for layout in ({"pp": 2, "microbatches": 2}, {"cp": 2}, {"dp": 2, "microbatches": 4}):
+        for data in (hf_batch, unpadded):
+            with in_float64("mixtral"):
+                expect_one_device(transformer("mixtral"), data, steps=2, **layout)
+
+
+@checks.on(2)
+def balance_of_microbatches(rank: int, n: int) -> None:
+    """The mean of each microbatch's own; all other terms are those of the whole batch."""
+    whole, data = mixture(), batch(0)
+    trainer = autotp.distribute(
+        copy.deepcopy(whole), dp=2, microbatches=2, balance="microbatch", example_inputs=batch(0, 2)
+    )
+    loss = trainer.step(**{name: x.chunk(2)[rank] for name, x in data.items()})
+    parts = [{name: x.chunk(4)[i] for name, x in data.items()} for i in range(4)]
+    balanced = [whole(**part) for part in parts]
+    whole.coefficient = 0.0
+    expected = whole(**data) + sum((x - whole(**part)) / 4 for x, part in zip(balanced, parts, strict=True))
+    expected.backward()
+    assert_values_close(loss, expected.detach(), rtol=0, atol=1e-10)
+    expect_close(trainer, {name: p.grad for name, p in whole.named_parameters()}, lambda p: p.grad)
+
+
+@checks.on(2)
+def evaluations(rank: int, n: int) -> None:
+    """They leave nothing: not of random numbers, gradients or buffers."""
+    torch.manual_seed(0)
+    trainer = autotp.distribute(Mixture(0.5).double(), dp=2, microbatches=2, example_inputs=batch(0, 2))
+    mine = {name: x.chunk(2)[rank] for name, x in batch(1).items()}
+    state, results = torch.get_rng_state(), list[Any]()
+    for evaluates in (False, True):
+        torch.set_rng_state(state)
+        trainer.zero_grad()
+        if evaluates:
+            trainer.evaluate(**mine)
+            assert all(p.grad is None for p in trainer.parameters())
+        results.append([trainer.step(**mine), *(p.grad for p in trainer.parameters())])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@checks.on(2)
+def schedules_without_forward_alone(rank: int, n: int) -> None:
+    with pytest.raises(Error, match="needs sums over the whole batch before backward") as raised:
+        expect_one_device(mixture(), batch, pp=2, microbatches=4, schedule="zero-bubble-v")
+    assert 'balance="microbatch"' in str(raised.value)
+
+
+def test_the_first_pass_draws_the_numbers_of_the_step() -> None:
+    """Dropout before the second router: both passes have the same sums. What follows draws other numbers."""
+    torch.manual_seed(0)
+    trainer = autotp.distribute(Mixture(0.5).double(), microbatches=2, example_inputs=batch(0, 4))
+    sums, add = list[Any](), RestOfLoss.add
+
+    def noted(self: RestOfLoss, loss: Tensor, parts: Any, at_once: bool) -> Tensor:
+        sums.append(torch.cat([x.detach().double().reshape(-1) for x in parts]))
+        return add(self, loss, parts, at_once)
+
+    with patch.object(RestOfLoss, "add", noted):
+        for _ in range(2):
+            trainer.step(**batch(1))
+    first, second = sums[:4], sums[4:]
+    assert torch.equal(first[0], first[2]) and torch.equal(first[1], first[3])
+    assert not torch.equal(first[0], second[0]) and torch.equal(second[0], second[2])
+
+
+def test_balance_has_two_values() -> None:
+    with pytest.raises(Error, match=r"balance='rows' is not one of its values"):
+        autotp.distribute(mixture(), balance="rows", example_inputs=batch(0))  # type: ignore[arg-type]
 
 
 @pytest.mark.timeout(600)
