@@ -29,6 +29,7 @@ Randomness = Literal["fast", "exact"]
 CheckInputs = Literal["always", "first", "never"]
 Recompute = Literal["none", "selective", "full"]
 Memory = int | str | None
+Balance = Literal["batch", "microbatch"]
 CpAttention = Literal["auto", "gather", "heads"]
 Overlap = Literal["none", "batch"]  # "batch" is an extension's.
 OPTIONAL = (
@@ -162,6 +163,7 @@ class Options:
         cp_attention: whether attention over cp gathers keys and values, or exchanges heads for the sequence.
         cut: the user's choice of what is cut, and along what: a `Cut`, or None; it becomes a tuple of UserCut.
         summed: whether the graph returns only the loss, as a sum over the batch (`passes/pipeline/loss_totals.py`).
+        balance: then, whether what a loss computes from means over the batch reads those of the whole batch.
     """
 
     outputs: Outputs = "auto"
@@ -178,6 +180,7 @@ class Options:
     ep: int = field(default=1, kw_only=True)
     cut: Any = field(default=None, kw_only=True)
     summed: bool = field(default=False, kw_only=True)
+    balance: Balance = field(default="batch", kw_only=True)
 
     def __post_init__(self) -> None:
         is_single = isinstance(self.without, str) or not isinstance(self.without, Collection)
@@ -234,6 +237,7 @@ def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = Mappi
         "sequence_parallel": (True, False),
         "cp_attention": ("auto", "gather", "heads"),
         "recompute": ("none", "selective", "full"),
+        "balance": ("batch", "microbatch"),
         "overlap": ("none",),
     }  # fmt: skip
     _expect_cut(options.cut)

@@ -31,6 +31,7 @@ from autotp.passes.program.program import Program
 from autotp.sharding.layout import Layout
 from autotp.training.microbatches import batch_tensors, counts_of, map_rows, named_totals
 from autotp.training.pipeline.documents import Documents
+from autotp.training.pipeline.rest_of_loss import RestOfLoss
 from autotp.training.pipeline.schedules import Training
 
 Rows = tuple[Difference, ...]
@@ -64,10 +65,12 @@ def compare_step(
         [simulated(stage.graph, local_tensors, program, model, training) for stage in row]
         for row, local_tensors in zip(stages, ranks, strict=True)
     ]
-    losses = [torch.zeros_like(loss) for _ in ranks]
-    for i in range(dp * parts):
-        microbatch = totals | _given(program, _part(whole, places, i, dp * parts))
-        rank_losses = _lockstep(stages, programs, microbatch, program.options.cp)
+    microbatches = [totals | _given(program, _part(whole, places, i, dp * parts)) for i in range(dp * parts)]
+    rest = _rest_of_loss(program, stages, programs, microbatches)
+    losses = [torch.zeros_like(loss) if rest is None else rest.sum_up().to(loss) for _ in ranks]
+    for microbatch in microbatches:
+        results = _lockstep(stages, programs, microbatch, program.options.cp)
+        rank_losses = [result[0] if rest is None else rest.add(result[0], result[1:], False) for result in results]
         # One backward for all ranks: a collective is one node of the graph that they share.
         torch.autograd.backward(rank_losses)
         losses = [sofar + rank_loss.detach() for sofar, rank_loss in zip(losses, rank_losses, strict=True)]
@@ -80,18 +83,36 @@ def compare_step(
     return first, second, third
 
 
+def _rest_of_loss(
+    program: Program,
+    stages: Sequence[Sequence[Stage]],
+    programs: Sequence[Sequence[RankProgram]],
+    microbatches: Sequence[Mapping[str, Tensor]],
+) -> RestOfLoss | None:
+    """Returns what the sums of all microbatches add to the loss; None if it is computed from no sums."""
+    assert program.totals is not None
+    if program.totals.functions is None:
+        return None
+    rest = RestOfLoss(program.totals.functions, torch.device("cpu"), None, len(microbatches))
+    with torch.no_grad():
+        for microbatch in microbatches:
+            first, *_ = _lockstep(stages, programs, microbatch, program.options.cp)
+            rest.add(first[0], first[1:], at_once=False)
+    return rest
+
+
 def _lockstep(
     stages: Sequence[Sequence[Stage]],
     programs: Sequence[Sequence[RankProgram]],
     microbatch: Mapping[str, Tensor],
     cp: int,
-) -> list[Tensor]:
-    """Runs the stages one after the other; returns each rank's loss of a microbatch."""
+) -> list[Sequence[Tensor]]:
+    """Runs the stages one after the other; returns each rank's loss of a microbatch, and its sums for `functions`."""
     sent: list[Sequence[Tensor]] = [()] * len(stages)
     for i in range(len(stages[0])):
         received = [zip(row[i].received, values, strict=True) for row, values in zip(stages, sent, strict=True)]
         sent = run_programs([row[i] for row in programs], [{**microbatch, **dict(pairs)} for pairs in received], cp)
-    return [row[0] for row in sent]
+    return sent
 
 
 def _batch(x: Tensor, parts: int) -> Tensor:

@@ -17,7 +17,7 @@ from autotp.arguments import expect_arguments
 from autotp.distributed.mesh import TIMEOUT, expect_timeout, start_distributed, tell_errors, world_size
 from autotp.errors import Error, within
 from autotp.model_library import library
-from autotp.options import TrainingOptions, expect_choices, expect_options, lists_options
+from autotp.options import Balance, TrainingOptions, expect_choices, expect_options, lists_options
 from autotp.runtime.build import expect_ordinary
 from autotp.runtime.torch_hooks.install import watched
 from autotp.training.pipeline.schedules import ENGINES, Schedule, Training, engine_of
@@ -40,6 +40,7 @@ def distribute(
     schedule: Schedule = "1F1B",
     interleave: int | None = None,
     example_inputs: Any = None,
+    balance: Balance = "batch",
     zero: Literal[0, 1, 2, 3] = 0,
     dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype | None = None,
@@ -68,6 +69,9 @@ def distribute(
         interleave: the number of stages of each rank under "interleaved": the bubble is so many times smaller
             (Narayanan et al. 2021, section 2.2), and stages send so many times as much.
         example_inputs: as for `parallelize`; tensors are those of one microbatch, [batch/dp/microbatches ...].
+        balance: over which rows a loss takes the means that it multiplies, as a balancing loss of experts does. "batch":
+            over the whole batch, as one device does; with microbatches or stages, forward runs once more before each
+            step. "microbatch": over each microbatch of each replica, and the loss is the mean of theirs.
         options: as for `parallelize`. Replicas, stages and microbatches
             draw masks of their own, so that "exact" draws those of one device only where `tp` alone is larger than 1.
         zero: the stage of ZeRO (Rajbhandari et al. 2020), which says of which tensors a replica keeps only a part.
@@ -106,7 +110,7 @@ def distribute(
         tell_errors()
         expect_options(distribute, options)
         training = Training(
-            outputs="local", summed=True, cp=cp, ep=ep, microbatches=microbatches, schedule=schedule,
+            outputs="local", summed=True, balance=balance, cp=cp, ep=ep, microbatches=microbatches, schedule=schedule,
             interleave=interleave, zero=zero, compute_dtype=compute_dtype, **options,
         )  # fmt: skip
         # What one process can check alone comes first: `_mesh` connects the processes.

@@ -85,12 +85,14 @@ from autotp.training.original_model import OriginalModel, expect_one_mode
 from autotp.training.pipeline.documents import Documents, LongestDocuments
 from autotp.training.pipeline.full_masks import are_full, masks_left_out
 from autotp.training.pipeline.gradient_buckets import GradientSums, sum_in_buckets
+from autotp.training.pipeline.rest_of_loss import RestOfLoss, first_pass
 from autotp.training.pipeline.schedules import (
     StageModule,
     Training,
     analyse_microbatch,
     division,
     engine,
+    expect_forward_alone,
     learning_of,
     parameters_of_stage,
     stages_of,
@@ -148,6 +150,7 @@ class Pipeline:
         analysis: the program of a microbatch.
         stages: number of a stage of this rank -> its graph.
         engine: torch's schedule that runs the stages; None if this rank has the whole pipeline.
+        first: the same for forward alone, before a step whose loss needs sums over the batch; None if there is none.
         guard: sees whether the original model is as it was captured.
         learning: the names of the parameters that have a gradient; None means all that the graphs read.
         checksums: those of the graph before sequences are cut, and of this rank's collectives in order.
@@ -158,6 +161,7 @@ class Pipeline:
     analysis: Program
     stages: Mapping[int, RankProgram]
     engine: Any
+    first: Any
     guard: Guard
     learning: frozenset[str] | None
     checksums: tuple[int, int]
@@ -166,6 +170,12 @@ class Pipeline:
     def training(self) -> bool:
         """Whether the graphs are for training."""
         return bool(self.key[0])
+
+    @property
+    def functions(self) -> fx.Graph | None:
+        """The part of the loss that is computed from sums over the batch."""
+        assert self.analysis.totals is not None
+        return self.analysis.totals.functions
 
     @cached_property
     def documents(self) -> Documents:
@@ -308,7 +318,10 @@ class Trainer(InGraphs, HasHoldings):
         self.__dict__["shared"] = groups.shared(self._holders, mesh, timeout)
         self.__dict__["tied"] = self._tied()
         readers, self._read = self._readers(stages, analysis), ParameterReader(training.compute_dtype, self._experts)
-        self._works = {i: StageModule([m for m, some in readers.items() if i in some]) for i in self._my_stages}
+        at_once = mesh["pp"].size() == training.microbatches == 1
+        self._works = {
+            i: StageModule([m for m, some in readers.items() if i in some], at_once) for i in self._my_stages
+        }
         self._longest.note((args, kwargs), analysis)
         key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
         self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums_of(analysis, lowered))]
@@ -548,7 +561,20 @@ class Trainer(InGraphs, HasHoldings):
         guard = self._original.guard(analysis.captured)
         # Only between stages do zeros come back where one device has no gradient.
         learning = learning_of(analysis) if self.mesh["pp"].size() > 1 else None
-        return Pipeline(key, shapes, analysis, graphs, self._engine(analysis, self._works), guard, learning, checksums)
+        engines = self._engines(analysis, training=bool(key[0]))
+        return Pipeline(key, shapes, analysis, graphs, *engines, guard, learning, checksums)
+
+    def _engines(self, analysis: Program, training: bool) -> tuple[Any, Any]:
+        """Returns the schedule that runs this rank's stages, and the one that runs forward before it, or None.
+
+        Raises:
+            Error: forward has to run before it, and the schedule always runs backward.
+        """
+        engine = self._engine(analysis, self._works)
+        if engine is None or not training or analysis.totals is None or analysis.totals.functions is None:
+            return engine, None
+        expect_forward_alone(self._training, self.mesh["pp"].size(), analysis)
+        return engine, self._engine(analysis, self._works)
 
     def _engine(self, analysis: Program, works: Mapping[int, nn.Module]) -> Any:
         """Returns the schedule that runs this rank's stages; None if the pipeline has one rank."""
@@ -721,8 +747,12 @@ class Trainer(InGraphs, HasHoldings):
         inputs = dict(zip(names, moved, strict=True))
         totals = totals_of(pipeline.analysis, inputs, self, self.mesh.get_group("dp"))
         inputs = pipeline.documents.divided(inputs, self._training.microbatches)
+        rest, last = None, len(self.plan.blocks) - 1
+        if pipeline.functions is not None and last in self._works:
+            replicas, parts = self.mesh.get_group("dp"), self._training.microbatches
+            rest = RestOfLoss(pipeline.functions, self.place.device, replicas, parts)
         for i, work in self._works.items():
-            work.use(pipeline.stages[i], totals)
+            work.use(pipeline.stages[i], totals, rest if i == last else None)
         return pipeline, inputs
 
     def _graphs_for(self, training: bool, args: Any, kwargs: Any) -> tuple[Pipeline, list[Tensor]]:
@@ -820,7 +850,8 @@ class Trainer(InGraphs, HasHoldings):
         """Returns new graphs for a batch; if only the size differs from known graphs, these with a new engine."""
         fit = self._fitting_graphs(batch, of_size=False)
         if fit is not None:
-            pipeline = replace(fit, shapes=batch.shapes, engine=self._engine(fit.analysis, self._works))
+            engine, first = self._engines(fit.analysis, training)
+            pipeline = replace(fit, shapes=batch.shapes, engine=engine, first=first)
         else:
             args, kwargs = batch.micro
             analysis = self._analyse(training, args, kwargs, batch.rows, batch.padded)
@@ -840,7 +871,8 @@ class Trainer(InGraphs, HasHoldings):
         """
         if pipeline.engine is None or not self._training.zero:
             return pipeline
-        return replace(pipeline, engine=self._engine(pipeline.analysis, self._works))
+        engine, first = self._engines(pipeline.analysis, pipeline.training)
+        return replace(pipeline, engine=engine, first=first)
 
     def _keep(self, pipeline: Pipeline, known: Pipeline | None) -> None:
         """Keeps new graphs for later calls, or in the place of `known` ones. Warns where no sequence is cut over cp."""
@@ -865,23 +897,55 @@ class Trainer(InGraphs, HasHoldings):
             raise
 
     def _run_microbatches(self, pipeline: Pipeline, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        losses: list[Tensor] = []
         if len(self._works) == 1:  # With several stages on a rank, torch's schedule gathers the next ones.
             gather_ahead(next(iter(self._works.values())).units(), self._training.zero)
-        if pipeline.engine is not None:
-            # torch's schedule divides a target among the microbatches. Our loss does not read it.
-            last = len(self.plan.blocks) - 1 in self._my_stages
-            run = pipeline.engine.step if pipeline.training else pipeline.engine.eval
-            run(**inputs, target=torch.zeros(self._training.microbatches) if last else None, losses=losses)
-            return losses
-        (work,), parts = self._works.values(), self._training.microbatches
-        rows = {*pipeline.analysis.rows, *pipeline.documents.tokens}
+        rest = next((work.rest for work in self._works.values() if work.rest is not None), None)
+        at_once = all(work.at_once for work in self._works.values())
+        if pipeline.functions is not None and pipeline.training and not at_once:  # NOTE [A pass for the sums]
+            with first_pass(self.place.device):
+                self._run_forward(pipeline, inputs)
+            if rest is not None:
+                rest.sum_up()
+        losses = self._run_parts(pipeline, inputs)
+        if rest is not None:
+            value = rest.sum_up() if rest.value is None else rest.value
+            # One replica adds it.
+            losses += [self._scale(value)] * (self.mesh["dp"].get_local_rank() == 0)
+        return losses
+
+    def _run_forward(self, pipeline: Pipeline, inputs: Mapping[str, Tensor]) -> None:
+        """Runs forward of all microbatches."""
+        if pipeline.first is not None:
+            pipeline.first.eval(**inputs, target=self._target(), losses=[])
+            return
+        (work,) = self._works.values()
+        for part in self._parts_of(pipeline, inputs):
+            work(**part)
+
+    def _target(self) -> Tensor | None:
+        """Returns what torch's schedule divides among the microbatches as a target. Our loss does not read it."""
+        last = len(self.plan.blocks) - 1 in self._my_stages
+        return torch.zeros(self._training.microbatches) if last else None
+
+    def _parts_of(self, pipeline: Pipeline, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Returns the inputs of each microbatch."""
+        rows, parts = {*pipeline.analysis.rows, *pipeline.documents.tokens}, self._training.microbatches
         divided = {name: value.chunk(parts) if name in rows else [value] * parts for name, value in inputs.items()}
-        for i in range(parts):
-            pace(work, self._training.zero, i == parts - 1)
-            loss = self._scale(work(**{name: values[i] for name, values in divided.items()}).sum())
+        return [{name: values[i] for name, values in divided.items()} for i in range(parts)]
+
+    def _run_parts(self, pipeline: Pipeline, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        losses: list[Tensor] = []
+        if pipeline.engine is not None:
+            run = pipeline.engine.step if pipeline.training else pipeline.engine.eval
+            run(**inputs, target=self._target(), losses=losses)
+            return losses
+        (work,), parts = self._works.values(), self._parts_of(pipeline, inputs)
+        for i, part in enumerate(parts):
+            last = i == len(parts) - 1
+            pace(work, self._training.zero, last)
+            loss = self._scale(work(**part).sum())
             if pipeline.training:
-                with work.last_backward() if i == parts - 1 else nullcontext():
+                with work.last_backward() if last else nullcontext():
                     loss.backward()
             losses.append(loss.detach())
         return losses

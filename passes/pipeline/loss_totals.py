@@ -4,28 +4,42 @@
     After:  l = div(cross_entropy_loss(x, t, reduction=sum), total_0)       counts(t) = sum(ne(t, -100))
 
 With the totals of the whole batch, the losses of its parts (microbatches, replicas) sum to its loss, and their
-gradients to its gradients, even if the parts have different numbers of tokens.
+gradients to its gradients, even if the parts have different numbers of tokens. What a loss computes from sums in another
+way is left out, and the graph returns these sums, too: `batch_sums.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
 from torch import fx
 
 from autotp.errors import Error
+from autotp.options import Balance
 from autotp.passes.builder import Builder, ancestors, copied, dtype_of_sums, evaluated, fake_mode_of
+from autotp.passes.pipeline.batch_sums import (
+    BatchSums,
+    Name,
+    batch_sums,
+    function_of_sums,
+    is_any_mean,
+    is_mean,
+    read_sums,
+    symbols,
+    with_counts,
+)
 from autotp.rules.call import arguments_of, operator_name, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, draws_from_numpy, has
 from autotp.source_location import line_of
 
 aten = torch.ops.aten
-MEAN, SUM = 1, 2
+SUM = 2
+Term = Literal["mean", "sum", "count", "function"]
 TOTAL = "total"
 """The names of placeholders for totals begin with this, and end with a number."""
 
@@ -44,56 +58,108 @@ class Totals:
         counts: returns the contribution of a part of the batch to each total; it has the placeholders that it needs.
         by_rows: the source lines of means over places as well, such as `[batch seq]`, of which rows are counted: they
             are right if all parts have rows of the same length.
+        functions: returns the rest of the loss, which is computed from sums; its placeholders are what `graph` returns
+            after the loss. None if there is no rest. NOTE [Functions of sums]
+        names: NOTE [Names of sums]
     """
 
     graph: fx.Graph
     counts: fx.Graph
     by_rows: tuple[str, ...]
+    functions: fx.Graph | None = None
+    names: frozenset[Name] = frozenset()
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """The nodes that depend on constants only; on inputs only; on everything except values of inputs."""
+    """The nodes that depend on constants only; on inputs only; on everything except values of inputs.
+
+    And the sums over the batch, and those among them that are a number of rows or of places.
+    """
 
     constant: Collection[fx.Node]
     free: Collection[fx.Node]
     fixed: Collection[fx.Node]
+    sums: BatchSums
+    counts: Collection[fx.Node]
 
     def varies(self, value: Any) -> bool:
         """True for a value that is not constant."""
         return isinstance(value, fx.Node) and value not in self.constant
 
 
-def loss_totals(graph: fx.Graph, loss: fx.Node, inputs: Sequence[str]) -> Totals:
+def loss_totals(
+    graph: fx.Graph,
+    loss: fx.Node,
+    inputs: Sequence[str],
+    balance: Balance = "batch",
+    names: frozenset[Name] | None = None,
+) -> Totals:
     """Returns the graph with its loss as a sum over the batch, without other outputs.
 
     Args:
         loss: a scalar that the graph returns.
         inputs: placeholder names of the inputs whose first dimension is the batch.
+        balance: whether a function of sums over the batch reads those of the whole batch, or is a mean of its values in
+            the parts.
+        names: of a graph of one row, those in the graph of two.
 
     Raises:
-        Error: the loss is not a sum of scaled means over the batch.
+        Error: the loss is not a sum of scaled means over the batch, nor computed from sums over it.
     """
-    _expect_any_number(graph, inputs, ancestors([loss]))
-    kinds = Kinds(_made_of(graph, ()), _made_of(graph, inputs), _made_of(graph, _places(graph) - set(inputs), True))
-    divided = _divided(loss, kinds)
+    rows = _symbols_of_rows(graph, inputs)
+    graph, loss, counted, readers = with_counts(graph, loss, rows, names or ())
+    _expect_any_number(graph, inputs, ancestors([loss]) - counted)
+    constant = _made_of(graph, (), without=counted)
+    sums, found = batch_sums(graph, inputs, rows, names or (), counted, constant)
+    kinds = Kinds(constant, _made_of(graph, inputs), _made_of(graph, _places(graph) - set(inputs), True), sums, counted)
+    terms = _terms(loss, kinds)
+    if balance == "microbatch":
+        terms = {node: "mean" if kind == "function" else kind for node, kind in terms.items()}
+    divided = {node: kind == "count" for node, kind in terms.items() if kind in ("mean", "count")}
     _expect_divisors_only(loss, divided)
-    builder, counts, totals = Builder(fake_mode_of(graph)), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
+    builder, total_of, totals = Builder(fake_mode_of(graph)), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         builder.origin = node
         if node.op != "placeholder" and not totals:
             totals = {term: _total(builder, i, term) for i, term in enumerate(divided)}
-            rows = next(copy for old, copy in builder.env.items() if old.name == inputs[0])
+            first = next(copy for old, copy in builder.env.items() if old.name == inputs[0])
         if node in totals:
-            builder.env[node], count = _by_total(builder, node, totals[node], None if divided[node] else rows)
-            counts[node] = builder.call(aten.to.dtype, count, torch.float64)
+            builder.env[node], count = _by_total(builder, node, totals[node], None if divided[node] else first)
+            total_of[node] = builder.call(aten.to.dtype, count, torch.float64)
+        elif terms.get(node) == "function":  # `functions` adds it.
+            builder.env[node] = builder.call(aten.full.default, [], 0, dtype=node.meta["val"].dtype)
         elif node.op != "output":
             _copy(builder, node)
-    ordered = [counts[term] for term in divided]  # As their placeholders; the graph may compute them in another order.
-    batch = next(node for node in graph.nodes if node.name == inputs[0]).meta["val"].shape[0]
-    by_rows = tuple(line_of(node) for node in divided if _is_over_places(node, symbols(batch)))
-    of_loss = returning(builder.graph, [builder.env[loss]], draw=True)
-    return Totals(of_loss, returning(builder.graph, ordered, places=False), by_rows)
+    ordered = [total_of[term] for term in divided]  # As their placeholders; the graph may compute them in another order.
+    functions = [node for node, kind in terms.items() if kind == "function"]
+    read = read_sums(functions, sums, divided) if functions else []
+    parts = {node: _parts_of(builder, node, first, node in divided) for node in read}
+    of_loss = returning(builder.graph, [builder.env[loss], *(x for some in parts.values() for x in some)], draw=True)
+    examples = {node: [x.meta["val"] for x in some] for node, some in parts.items()}
+    by_rows = tuple(line_of(n) for n in dict.fromkeys([*divided, *read]) if _is_over_places(n, rows))
+    return Totals(
+        of_loss, returning(builder.graph, ordered, places=False), by_rows,
+        function_of_sums(graph, loss, terms, examples) if functions else None, readers | found,
+    )  # fmt: skip
+
+
+def _symbols_of_rows(graph: fx.Graph, inputs: Collection[str]) -> set[Any]:
+    """Returns the symbols of the number of rows; none for one row."""
+    return {symbol for node in graph.nodes if node.name in inputs for symbol in symbols(node.meta["val"].shape[0])}
+
+
+def _parts_of(builder: Builder, node: fx.Node, rows: fx.Node, replaced: bool) -> list[fx.Node]:
+    """Returns a sum over the batch; of a mean, what of it adds up, and its count.
+
+    Args:
+        rows: an input, for its number of rows.
+        replaced: whether the loss reads the total in its place.
+    """
+    builder.origin = node
+    if is_any_mean(node):
+        return [*_sum_and_count(builder, node, rows)]
+    return [builder.copy(node) if replaced else builder.env[node]]
 
 
 def returning(graph: fx.Graph, outputs: Sequence[fx.Node], places: bool = True, draw: bool = False) -> fx.Graph:
@@ -147,45 +213,54 @@ def _places(graph: fx.Graph) -> set[str]:
     return {node.name for node in graph.nodes if node.op == "placeholder"}
 
 
-def _made_of(graph: fx.Graph, names: Collection[str], sizes: bool = False) -> set[fx.Node]:
+def _made_of(
+    graph: fx.Graph, names: Collection[str], sizes: bool = False, without: Collection[fx.Node] = ()
+) -> set[fx.Node]:
     """Returns the nodes that depend on these placeholders and constants only; `sizes`: or on sizes of any tensor."""
     nodes: set[fx.Node] = set()
     for node in graph.nodes:
         made = node.name in names if node.op == "placeholder" else all(n in nodes for n in node.all_input_nodes)
+        made = made and node not in without
         if made or (sizes and node.target is aten.sym_size.int):
             nodes.add(node)
     return nodes
 
 
-def _divided(node: fx.Node, kinds: Kinds) -> dict[fx.Node, bool]:
-    """Returns the nodes of a loss that are divided by a total of the whole batch: means, and terms without inputs.
+def _terms(node: fx.Node, kinds: Kinds) -> dict[fx.Node, Term]:
+    """Returns what a loss is made of by sums, differences, constant factors, and divisions by counts.
 
-    The value is True for a node that is itself a count.
+    These are means (and terms without inputs), sums over the batch, counts, and functions of sums over the batch.
     """
     x, y = (*node.args, None, None)[:2]
     if node.target is aten.mul.Tensor and not kinds.varies(x):
         x, y = y, x
-    if (is_mean(node) or _is_sum(node)) and isinstance(x, fx.Node) and x.meta["val"].dim() == 0 and y is None:
-        return _divided(x, kinds)  # The mean or sum of one number is the number.
+    reduced = (is_mean(node) or _is_sum(node)) and isinstance(x, fx.Node)
+    if reduced and x.meta["val"].dim() == 0 and y is None:  # type: ignore[union-attr]
+        return _terms(x, kinds)  # type: ignore[arg-type]  # The mean or sum of one number is the number.
+    if reduced and node in kinds.sums.functions:
+        return {node: "function"}
     if is_mean(node) or node in kinds.fixed:
-        return {node: False}
+        return {node: "mean"}
     if _is_sum(node):
-        return {}
+        return {node: "sum"}
     if node.target is aten.add.Tensor and type(y) in (int, float) and y == 0:  # Python's sum() begins with 0.
-        return _divided(x, kinds)  # type: ignore[arg-type]
-    terms = [x] if _passes_on(node) or (has(node.target, Trait.SCALE) and not kinds.varies(y)) else []
-    terms = [x, y] if has(node.target, Trait.SUM) and kinds.varies(x) and kinds.varies(y) else terms
+        return _terms(x, kinds)  # type: ignore[arg-type]
+    operands = [x] if _passes_on(node) or (has(node.target, Trait.SCALE) and not kinds.varies(y)) else []
+    operands = [x, y] if has(node.target, Trait.SUM) and kinds.varies(x) and kinds.varies(y) else operands
     counts = _counts(y, kinds) if node.target is aten.div.Tensor and kinds.varies(y) else []  # type: ignore[arg-type]
-    if not terms and not counts:
-        raise Error(
-            f"the loss is not a mean over the batch, nor a sum of such means: `{node.target}`",
-            at=line_of(node),
-            fix="cross_entropy, mse_loss, ... with reduction='mean', x.mean(), or x.sum() / counts.sum()",
-        )
-    divided = dict.fromkeys(counts, True)
-    for term in terms or [x]:
-        divided |= _divided(term, kinds)  # type: ignore[arg-type]
-    return divided
+    terms: dict[fx.Node, Term] = dict.fromkeys(counts, "count")
+    for operand in operands or [x] * bool(counts):
+        more = _terms(operand, kinds)  # type: ignore[arg-type]
+        terms |= {term: kind for term, kind in more.items() if terms.get(term) != "count"}
+    if terms and not (counts and "function" in terms.values()):
+        return terms
+    if node in kinds.sums.functions:
+        return {node: "function"}
+    raise Error(
+        f"the loss is not a mean over the batch, nor a sum of such means: `{node.target}`",
+        at=line_of(node),
+        fix="cross_entropy, mse_loss, ... with reduction='mean', x.mean(), or x.sum() / counts.sum()",
+    )
 
 
 def _expect_divisors_only(loss: fx.Node, divided: Mapping[fx.Node, bool]) -> None:
@@ -211,7 +286,7 @@ def _adds_up(node: fx.Node) -> bool:
 def _expect_any_number(graph: fx.Graph, inputs: Sequence[str], needed: Collection[fx.Node]) -> None:
     """Raises Error if the needed nodes of a graph depend on the number of rows: parts of a batch have fewer."""
     lengths = [node.meta["val"].shape[0] for node in graph.nodes if node.name in inputs]
-    rows = {symbol for length in lengths for symbol in symbols(length)}
+    rows = _symbols_of_rows(graph, inputs)
     if not rows and lengths[0] > 1:  # For a single row the caller captures a batch of two.
         raise Error(
             f"the model can be traced for batches of {lengths[0]} rows only, and parts of a batch have fewer",
@@ -268,15 +343,10 @@ def _only_lengths(node: fx.Node, rows: Collection[Any]) -> bool:
     return True
 
 
-def symbols(size: Any) -> set[Any]:
-    """Returns the symbols in a size; an empty set for a number or a tensor."""
-    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt | torch.SymFloat) else set()
-
-
 def _counts(node: fx.Node, kinds: Kinds) -> list[fx.Node]:
     """Returns the sums that a divisor is made of; an empty list if it is not made of sums over inputs."""
-    if _is_sum(node) and not _of_a_number(node):
-        return [node] if node in kinds.free else []
+    if node in kinds.counts or (_is_sum(node) and not _of_a_number(node)):
+        return [node] if node in kinds.free and node not in kinds.sums.functions else []
     counts = [_counts(n, kinds) for n in node.all_input_nodes if kinds.varies(n)]
     return [n for some in counts for n in some] if all(counts) else []
 
@@ -292,16 +362,9 @@ def _passes_on(node: fx.Node) -> bool:
     return has(node.target, Trait.SAME | Trait.RESHAPE) or node.target is aten.neg.default
 
 
-def is_mean(node: fx.Node) -> bool:
-    """True for a mean over all elements, or a loss with this reduction."""
-    return node.target is aten.mean.default or (
-        node.op == "call_function" and arguments_of(node).get("reduction") == MEAN
-    )
-
-
 def _is_over_places(node: fx.Node, rows: Collection[Any]) -> bool:
     """True for a mean over more elements than rows, whose number is not fixed."""
-    if not is_mean(node) or _counts_targets(arguments_of(node), node):
+    if not is_any_mean(node) or _counts_targets(arguments_of(node), node):
         return False
     x = node.all_input_nodes[0].meta["val"]
     return any(symbols(size) - set(rows) for size in x.shape)
@@ -322,23 +385,28 @@ def _is_sum(node: fx.Node) -> bool:
 def _by_total(builder: Builder, node: fx.Node, total: fx.Node, rows: fx.Node | None) -> tuple[fx.Node, fx.Node]:
     """Returns a mean as a sum divided by `total`, and this part's contribution to the total.
 
-    A mean over elements, and a term without inputs, count rows; a class loss counts the targets that are not ignored.
-
     Args:
         rows: an input, for its number of rows; None if `node` is itself a count, which `total` replaces.
     """
     if rows is None:
         return total, builder.copy(node)
+    summed, count = _sum_and_count(builder, node, rows)
+    return builder.call(aten.div.Tensor, summed, total), count
+
+
+def _sum_and_count(builder: Builder, node: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Returns a mean times a count, and the count.
+
+    A mean over elements, and a term without inputs, count rows; a class loss counts the targets that are not ignored.
+    """
     arguments = builder.map(arguments_of(node))
     if _counts_targets(arguments, node):
         wide = {name: _widened(builder, value) for name, value in arguments.items()}
         summed = builder.call(node.target, *(wide | {"reduction": SUM}).values())  # type: ignore[arg-type]
-        count = _counted(builder, arguments)
-    else:
-        size = builder.call(aten.sym_size.int, rows, 0)
-        summed = builder.call(aten.mul.Tensor, _widened(builder, builder.copy(node)), size)
-        count = builder.call(aten.full.default, [], size, dtype=torch.float64)
-    return builder.call(aten.div.Tensor, summed, total), count
+        return summed, _counted(builder, arguments)
+    size = builder.call(aten.sym_size.int, rows, 0)
+    summed = builder.call(aten.mul.Tensor, _widened(builder, builder.copy(node)), size)
+    return summed, builder.call(aten.full.default, [], size, dtype=torch.float64)
 
 
 def _counted(builder: Builder, arguments: dict[str, Any]) -> fx.Node:

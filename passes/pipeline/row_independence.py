@@ -3,12 +3,13 @@
 Before: x = norm(x, w); m = mean(x, [0]); y = sub(x, m)
 After:  an Error that names `mean`: its operand has the batch's axis, and its result does not
 
-Each value has one of four kinds, and the kind of a result follows from the kinds of the operands:
+Each value has one of five kinds, and the kind of a result follows from the kinds of the operands:
 
     free      has no rows: it is the same for each part of the batch
     rows      has the batch along one dimension, and there each row is made of that row alone
     numbers   `arange(batch)`, or of the places that rows have, along one dimension: from 0 again in each part
     sums      a sum over the batch, of which parts add up
+    made      computed from sums in another way (`batch_sums.py`)
 
 NOTE [Two batches that are one]
 All inputs have the same number of rows (`one_batch` tells torch). The lengths of their rows may differ: an operator may
@@ -33,17 +34,18 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from autotp.errors import Error
 from autotp.ops.collectives import scatter
 from autotp.ops.placement_moves import apart
+from autotp.passes.pipeline.batch_sums import equal_symbols, is_mean, is_zero, symbols
 from autotp.passes.pipeline.documents import ends_of, reads_documents
-from autotp.passes.pipeline.loss_totals import is_mean, symbols
 from autotp.passes.pipeline.row_order import RowOrder
 from autotp.passes.plan.infer_axes import Axes, Bound, Dims, is_getitem, named_dims
-from autotp.rules.call import arguments_of, operator_name, outputs_of, returned
+from autotp.rules.call import arguments_of, operand_nodes, operator_name, outputs_of, returned
 from autotp.rules.language import names
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, has
@@ -51,6 +53,8 @@ from autotp.sharding.axis import Axis, find, leaves
 from autotp.source_location import line_of
 
 aten = torch.ops.aten
+ADDED_AT = {aten.scatter_add.default: "src", aten.index_add.default: "source"}
+"""An operator that adds values to places of another tensor -> the name of the argument with these values."""
 
 
 def batched(inputs: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
@@ -79,6 +83,9 @@ def expect_rows(graph: fx.Graph, axes: Axes, inputs: Collection[str]) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and outputs_of(node):
             proof.visit(node)
+    for node in returned(graph)[1:]:  # What functions of sums read: NOTE [Functions of sums] in `batch_sums.py`.
+        if node not in proof.sums and node.target is not aten.full.default:  # A number of rows.
+            _refuse(node, "is read by the loss, and is not a sum over the batch")
 
 
 def expect_sums(graph: fx.Graph, axes: Axes, inputs: Collection[str]) -> None:
@@ -107,7 +114,7 @@ class _Proof:
     Attributes:
         sizes: the symbols of the number of rows.
         batch: the axes of rows.
-        rows, sums: the values of these kinds.
+        rows, sums, made: the values of these kinds.
         numbers: a value of this kind -> the dimension along which it counts; None if it contains other numbers, too.
     """
 
@@ -120,7 +127,7 @@ class _Proof:
         }
         self.batch = {leaf for leaf in axis_leaves if named & set(re.findall(r"\w+", " ".join(leaf.size.symbols)))}
         self.batch |= {find(leaf) for node in inputs for leaf in leaves(axes.of(node)[0])}
-        self.rows, self.sums = set(inputs), set[fx.Node]()
+        self.rows, self.sums, self.made = set(inputs), set[fx.Node](), set[fx.Node]()
         self.numbers: dict[fx.Node, int | None] = {}
         self.order = RowOrder(self.rows, lambda node: self._leads(self.axes.of(node)[0]))
         for node in inputs:
@@ -132,9 +139,10 @@ class _Proof:
                 )
 
     def visit(self, node: fx.Node) -> None:
-        """Adds a node's kind. Raises Error if it has none of the four."""
+        """Adds a node's kind. Raises Error if it has none of the five."""
         read = set[fx.Node]() if has(node.target, Trait.FILL) else set(node.all_input_nodes)
         scalar = all(value.dim() == 0 for value in outputs_of(node))
+        ended = scalar or not self._has_rows(node)
         if self.order.concerns(node):
             if not self._orders(node, scalar):
                 _refuse(node, "mixes the rows of the batch")
@@ -148,18 +156,18 @@ class _Proof:
             if not self._picks(node):
                 _refuse(node, "computes with the numbers of rows")
             self.rows.add(node)
-        elif read & self.sums and (not scalar or read & self.rows):
+        elif read & (self.sums | self.made) and (not ended or read & self.rows):
             _refuse(node, "gives each row a sum over the batch")
         elif read & self.rows or self._has_rows(node):
-            if not (self._adds(node) if scalar else self._is_by_row(node)):
+            if not (self._adds(node) if ended else self._is_by_row(node)):
                 _refuse(node, "mixes the rows of the batch")
-            (self.sums if scalar else self.rows).add(node)
-        elif read & self.sums:
-            self.sums.add(node)
+            (self.sums if ended else self.rows).add(node)
+        elif read & (self.sums | self.made):
+            (self.sums if self._is_linear(node) else self.made).add(node)
 
     def _orders(self, node: fx.Node, scalar: bool) -> bool:
         """Adds a node that reads rows in the order of a sort; False if it mixes rows."""
-        reads = set(node.all_input_nodes) & (self.sums | self.numbers.keys())
+        reads = set(node.all_input_nodes) & (self.sums | self.made | self.numbers.keys())
         by_row = not scalar and not reads and self._is_by_row(node)
         if scalar or not self.order.visit(node, by_row, lambda x: self.numbers.get(x) == 0):
             return False
@@ -246,8 +254,41 @@ class _Proof:
     # ---- rows
 
     def _adds(self, node: fx.Node) -> bool:
-        """True for a scalar that is a sum over rows."""
-        return is_mean(node) or self._passes(self.axes.bound[node], node, True)
+        """True for a value without rows that is a sum over rows, or a mean, which `loss_totals.py` makes one of."""
+        bound = self.axes.bound[node]
+        if is_mean(node) or self._adds_by_class(node):
+            return True
+        if node.target is aten.mean.dim:
+            return self._along(bound.dims[0][0]) is not None
+        return bound.rule.reducer == "sum" and self._passes(bound, node, True)
+
+    def _is_linear(self, node: fx.Node) -> bool:
+        """True for an operator that is linear in the sums that it reads: its result is a sum, too."""
+        operands = operand_nodes(node)
+        sums = {i for i, x in enumerate(operands) if x in self.sums}
+        zeros = {i for i, x in enumerate(operands) if is_zero(x)}
+        linear = any(sums <= group <= sums | zeros for group in self.axes.bound[node].rule.linear)
+        unchanged = has(node.target, Trait.SAME) or (has(node.target, Trait.SUM) and is_zero(node.args[1]))
+        return not self.made & set(node.all_input_nodes) and (linear or unchanged)
+
+    def _adds_by_class(self, node: fx.Node) -> bool:
+        """True for an operator that counts, or adds up, what there is of each class, wherever it lies."""
+        args = arguments_of(node)
+        if node.target is aten.histc.default and args["min"] < args["max"]:
+            return True
+        if node.target is aten.bincount.default:
+            classes, values = args["self"], args["weights"]
+        elif node.target in ADDED_AT and is_zero(args["self"]):
+            classes, values = args["index"], args[ADDED_AT[node.target]]
+        else:
+            return False
+        if values is None:
+            return True
+        lengths, others = _lengths(classes), _lengths(values)
+        if lengths != others:
+            same = equal_symbols(node.graph)
+            lengths, others = ([sympy.sympify(n).subs(same) for n in some] for some in (lengths, others))
+        return lengths == others and self._side_by_side(self.axes.of(classes), self.axes.of(values))
 
     def _is_by_row(self, node: fx.Node) -> bool:
         """True if each row of an operator's result depends on the same row of its operands only."""
@@ -265,7 +306,7 @@ class _Proof:
 
         NOTE [Documents that lie in several rows]
         """
-        made_of_rows = self.rows | self.sums | self.numbers.keys()
+        made_of_rows = self.rows | self.sums | self.made | self.numbers.keys()
         tokens = {x for ends, x in ends_of(node) if ends not in made_of_rows and not self._has_rows(ends)}
         rows = set(node.all_input_nodes) & made_of_rows
         leads = all(self._along(self.axes.of(x)) == 0 and self._leads(self.axes.of(x)[0]) for x in rows)

@@ -18,6 +18,7 @@ from autotp.rules.traits import sparse_argument
 from autotp.source_location import line_of
 
 T = TypeVar("T")
+BALANCED = "over the whole batch: with microbatches or stages, forward runs once more before each step, for its sums"
 
 
 def with_loss_only(p: CapturedProgram) -> CapturedProgram:
@@ -27,11 +28,12 @@ def with_loss_only(p: CapturedProgram) -> CapturedProgram:
     _expect_one_batch(p, loss)
     assert loss is not None
     one_batch(graph, rows)
-    totals = loss_totals(graph, loss, rows)
-    # Only the loss is returned now, so no cache and no new value of an attribute is.
+    totals = loss_totals(graph, loss, rows, p.options.balance, p.call.sums)
+    # Only the loss is returned now, and what functions of sums read. So no cache and no new value of an attribute is.
     of_loss = replace(p.captured.outputs, kept=frozenset(), stays=frozenset(), results=1)
     alone = replace(p.captured, outputs=of_loss)
-    return replace(p, captured=alone, graph=totals.graph, totals=totals)
+    note = {"balance": BALANCED} if totals.functions is not None else {}
+    return replace(p, captured=alone, graph=totals.graph, totals=totals, notes={**p.notes, **note})
 
 
 def _loss_of(p: CapturedProgram) -> fx.Node | None:

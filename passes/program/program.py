@@ -15,6 +15,7 @@ from autotp.passes.capture.captured import NOTHING_OPENED, Captured, Opened
 from autotp.passes.capture.guards.gradient_queries import GradientsWanted
 from autotp.passes.capture.guards.values import NO_VALUES, KnownValues
 from autotp.passes.capture.python_state.walk import Path
+from autotp.passes.pipeline.batch_sums import Name
 from autotp.passes.pipeline.loss_totals import Totals
 from autotp.passes.pipeline.row_independence import batched
 from autotp.passes.plan.candidate import Candidate
@@ -40,6 +41,7 @@ class CallState:
         values: what is known of the values that Python reads of tensors.
         looks: whether the graph may be one for batches with padding, or without: NOTE [Looks at masks]
         training: whether the model is in training; the capture notes it.
+        sums: of one row, the sums over the batch in the graph of two rows: NOTE [Names of sums]
     """
 
     autocast: Autocast = OFF
@@ -51,6 +53,7 @@ class CallState:
     values: KnownValues = NO_VALUES
     looks: bool = True
     training: bool = True
+    sums: frozenset[Name] | None = None
 
 
 FIRST_CALL = CallState()

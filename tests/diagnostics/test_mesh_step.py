@@ -59,12 +59,10 @@ def test_a_step_of_models_of_transformers_is_one_devices(name: str) -> None:
 
 
 ROWS = {
-    "mixtral": "scatter_add", "mixtral-batched": "scatter_add", "qwen3_moe": "scatter_add",
     "bert-choice": "computes with the numbers of rows", "clip": "for batches of 2 rows only",
     "albert": "2 stages, and the model has 1 blocks",
 }  # fmt: skip
-"""Families that cannot be computed in parts: experts that are balanced over the batch, choices, a contrastive loss, and
-one block for all layers."""
+"""Families that cannot be computed in parts: choices, a contrastive loss, and one block for all layers."""
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

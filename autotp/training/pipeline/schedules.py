@@ -33,6 +33,7 @@ from autotp.training.pipeline.documents import Documents
 from autotp.training.pipeline.full_masks import analyse_for_masks
 from autotp.training.pipeline.gradient_buckets import GradientSums
 from autotp.training.pipeline.halved_backward import input_half
+from autotp.training.pipeline.rest_of_loss import RestOfLoss
 
 Schedule = Literal["1F1B", "interleaved", "GPipe", "zero-bubble", "zero-bubble-v"]
 
@@ -162,7 +163,12 @@ def costed(analysis: Program) -> tuple[fx.Graph, Axes]:
 
 
 def division(training: Training, ranks: int, analysis: Program, lowered: fx.Graph) -> Division:
-    """Returns how a model's blocks are divided among the stages of `ranks` ranks: alike on all ranks."""
+    """Returns how a model's blocks are divided among the stages of `ranks` ranks: alike on all ranks.
+
+    Raises:
+        Error: as `expect_forward_alone`.
+    """
+    expect_forward_alone(training, ranks, analysis)
     homes = {i: rank for rank in range(ranks) for i in stages_of(training, rank, ranks)}
     names, schedule = list(analysis.captured.parameters), training.engine
     blocks = blocks_in_order(lowered, names)
@@ -170,6 +176,18 @@ def division(training: Training, ranks: int, analysis: Program, lowered: fx.Grap
     flights = [keeps_activations * schedule.flight(i, len(homes), training.microbatches) for i in range(len(homes))]
     costs = block_costs(*costed(analysis), blocks, names)
     return partition(blocks, costs, [homes[i] for i in range(len(homes))], flights)
+
+
+def expect_forward_alone(training: Training, ranks: int, analysis: Program) -> None:
+    """Raises Error if forward has to run before a step of a pipeline, and its schedule always runs backward."""
+    functions = None if analysis.totals is None else analysis.totals.functions
+    if functions is not None and ranks > 1 and not training.engine.evaluates:
+        raise Error(
+            "the loss needs sums over the whole batch before backward, as a balancing loss does, and torch's schedule "
+            f'"{training.schedule}" has no forward alone',
+            fix='schedule="zero-bubble"',
+            alternative='balance="microbatch"',
+        )
 
 
 class ContiguousGradient(torch.autograd.Function):
@@ -194,20 +212,23 @@ class StageModule(nn.Module):
     Attributes:
         graph: the graph that it runs now: training and evaluation have different ones.
         totals: the totals of the whole batch, by placeholder.
+        rest: in the last stage, the part of the loss that is computed from sums over the batch; None if there is none.
+        at_once: whether a step has one part only, which no other stage has a part of.
         sums: the sums of gradients over the replicas that begin under the last backward of a step.
     """
 
     graph: RankProgram
     totals: Mapping[str, Tensor]
+    rest: RestOfLoss | None = None
     sums: GradientSums
 
-    def __init__(self, holders: Sequence[nn.Module]) -> None:
+    def __init__(self, holders: Sequence[nn.Module], at_once: bool = False) -> None:
         super().__init__()
-        self.holders = nn.ModuleList(holders)
+        self.holders, self.at_once = nn.ModuleList(holders), at_once
 
-    def use(self, graph: RankProgram, totals: Mapping[str, Tensor]) -> None:
-        """Sets the graph and the totals that the next calls of `forward` use."""
-        self.graph, self.totals = graph, totals
+    def use(self, graph: RankProgram, totals: Mapping[str, Tensor], rest: RestOfLoss | None = None) -> None:
+        """Sets the graph, the totals and the rest of the loss that the next calls of `forward` use."""
+        self.graph, self.totals, self.rest = graph, totals, rest
 
     def units(self) -> list[FSDPModule]:
         """Returns what of `fully_shard` the graph runs, in order: this module, then each block that it calls."""
@@ -226,6 +247,8 @@ class StageModule(nn.Module):
         # Inside, the tensors are local parts, in the layouts of the plan.
         with torch._C.DisableTorchFunctionSubclass():
             results = self.graph(given)
+            if self.rest is not None:
+                results = (self.rest.add(results[0], results[1:], self.at_once),)
         results = tuple(torch.stack([value]) if value.dim() == 0 else value.contiguous() for value in results)
         return results[0] if len(results) == 1 else results
 
@@ -369,7 +392,9 @@ def analyse_microbatch(
         two = map_rows((args, kwargs), rows, repeat_rows)
         # Sequences are whole: documents that lie in one row only can be cut over cp.
         whole = replace(training, cp=1)
-        analyse_for_masks(padded, skeleton, two[0], two[1], tp, whole, call, last="row_independence")
+        of_two = analyse_for_masks(padded, skeleton, two[0], two[1], tp, whole, call, last="row_independence")
+        assert of_two.totals is not None
+        call = replace(call, sums=of_two.totals.names)
     options = {"cp_rank": cp_rank, "captures": captures}
     analysis = analyse_for_masks(padded, skeleton, args, kwargs, tp, training, call, **options)
     if training.microbatches > 1:
@@ -385,7 +410,8 @@ def learning_of(analysis: Program) -> frozenset[str] | None:
     if not any(node.target is torch.ops.aten.detach.default for node in graph.nodes):
         return None
     # Only a detach keeps the gradient from a parameter that is read.
-    learning = with_gradient(returned(graph)[0], FakeTensorMode(allow_non_fake_inputs=True))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    learning = {x for result in returned(graph) for x in with_gradient(result, mode)}
     return frozenset(names[x] for x in learning if x in names)
 
 
