@@ -10,6 +10,7 @@ import kernel_packages
 import pytest
 import torch
 import torch.nn.functional as F
+from cards.pretend import asked_for
 from cards.spies import host_waits
 from errors import message
 from kernel_packages.flash_attn import flash_attn_varlen_func
@@ -252,9 +253,8 @@ def llama() -> Any:
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCAB, max_position_embeddings=64, use_cache=False,
     )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="flash_attention_2", dtype=torch.float64
-    )
+    dtype = torch.bfloat16 if asked_for() else torch.float64  # A kernel on a card takes no other one.
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flash_attention_2", dtype=dtype)
 
 
 def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int, with_ends: bool) -> None:
@@ -275,7 +275,10 @@ def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int, with
             losses = [plain(**x).loss * count / sum(counts) for x, count in zip(inputs, counts, strict=True)]
             torch.stack(losses).sum().backward()
             loss = trainer.step(**inputs[trainer.mesh["dp"].get_local_rank()])
-            torch.testing.assert_close(loss.double(), torch.stack(losses).sum().double(), rtol=1e-5, atol=1e-6)
+            expected = torch.stack(losses).sum().detach().double()
+            # bfloat16 has 8 bits; transformers' norms compute in float32.
+            rtol = 2e-2 if asked_for() else 1e-5
+            torch.testing.assert_close(loss.double().cpu(), expected, rtol=rtol, atol=1e-6)
             for optimizer in optimizers:
                 optimizer.step()
 
