@@ -30,7 +30,7 @@ def having(traits: Trait) -> frozenset[Any]:
 
 
 def reach_of(node: fx.Node) -> Reach | None:
-    """Returns which keys before its own position a query of an attention reads; None if they have no bound."""
+    """Returns which keys around its own position a query of an attention reads; None if they have no bound."""
     reach = ROWS.get(node.target, UNKNOWN).reach  # type: ignore[arg-type]
     return reach(call_of(node)) if reach is not None else None
 
