@@ -23,7 +23,6 @@ from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
 from autotp.ops.attention.documents import keys_seen
 from autotp.ops.coalesced import together
-from autotp.passes.canonicalize.causal_attention import causal_attention
 from autotp.passes.canonicalize.custom_vjp import backward_of
 from autotp.passes.capture.replacements.opaque_call import OpaqueCall
 from autotp.passes.check.types import Typed
@@ -118,8 +117,7 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None, emitted
 
 def _attention(graph: fx.Graph, analysis: Program) -> tuple[AttentionRow, ...]:
     """Returns the attentions of a rank's graph beside those of one device."""
-    # What `causal_masks` writes with a mask for the axis `cp` is causal on one device.
-    whole = causal_attention(analysis.sequences.uncut_graph or analysis.graph)
+    whole = analysis.sequences.uncut_graph or analysis.graph
     (_, learning), (_, learning_in_whole) = (_learning(x, analysis) for x in (graph, whole))
     return attention_rows(graph, learning, whole, learning_in_whole, analysis.options.randomness == "exact")
 

@@ -302,7 +302,7 @@ def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int, with
 def test_the_collator_for_flash_kernels_trains_as_one_device(
     layout: dict[str, Any], rows: int, with_ends: bool
 ) -> None:
-    run_ranks(with_the_collator, 4, layout, rows, with_ends)
+    run_ranks(with_the_collator, 4, layout, rows, with_ends, timeout=100)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
