@@ -43,7 +43,6 @@ from autotp.passes.lower.local_sizes import Target, has_unknown_sizes
 from autotp.passes.lower.lower import lower
 from autotp.passes.lower.overlap import overlap
 from autotp.passes.plan.infer_axes import Axes, infer_axes
-from autotp.passes.plan.sequence.causal_masks import causal_masks
 from autotp.passes.plan.user_cuts import resolved
 from autotp.passes.program import canonicalized, emitted, planned, sequences
 from autotp.passes.program.emitted import FIRST_SEAT, Seat, Site
@@ -121,7 +120,6 @@ CANONICALIZE = (
 
 PLAN = (
     Pass("plan", "equal_inputs", sequences.with_equal_inputs, _cuts_sequences),
-    Pass("plan", "causal_masks", _on_graph(causal_masks), _cuts_sequences),
     Pass("plan", "context_parallel", sequences.with_cut_sequences, _cuts_sequences, by_tp=True),
     Pass("plan", "decouple", planned.decoupled),
     Pass("pipeline", "row_independence", planned.with_independent_rows, _is_summed),

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from autotp.attached import attached
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_like, zigzag_rows, zigzag_rows_like
 from autotp.ops.channels import conv_transpose, conv_transpose_like, convolution, convolution_like
+from autotp.ops.dropout import fast_zigzag_rows
 from autotp.ops.losses.argmax import linear_argmax_key, linear_argmax_key_like
 from autotp.ops.losses.linear_cross_entropy import (
     linear_class_terms,
@@ -71,6 +72,7 @@ SIZES: dict[Any, Callable[..., Any]] = {
     zigzag: zigzag_like,
     in_order: zigzag_like,
     zigzag_rows: zigzag_rows_like,
+    fast_zigzag_rows: zigzag_rows_like,
 }
 """Functions whose example values another function makes, which assumes nothing about sizes."""
 

@@ -134,7 +134,7 @@ def test_each_optional_pass_is_left_out_alone() -> None:
         (Options(outputs="loss"), ["only_loss"]),
         (Options(experts="expert"), ["experts"]),
         (Options(sequence_parallel=True), ["sequence_parallel"]),
-        (Options(cp=2), ["equal_inputs", "causal_masks", "context_parallel"]),
+        (Options(cp=2), ["equal_inputs", "context_parallel"]),
     ],
     ids=["summed", "loss", "experts", "sequence", "context"],
 )

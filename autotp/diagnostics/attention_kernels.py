@@ -21,14 +21,14 @@ from autotp.display.sheet import Table
 from autotp.ops.attention.causal_rows import causal_rows
 from autotp.ops.attention.products import attention
 from autotp.ops.attention.zigzag import zigzag_rows
-from autotp.ops.dropout import exact_attention, fast_attention
+from autotp.ops.dropout import exact_attention, fast_attention, fast_causal_rows, fast_zigzag_rows
 from autotp.rules.call import arguments_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import Size
 from autotp.source_location import layer_of, line_of
 
-ROWS = (causal_rows, zigzag_rows)
+ROWS = (causal_rows, zigzag_rows, fast_causal_rows, fast_zigzag_rows)
 """Causal attention of some of the queries. torch aligns its mask to the lower right."""
 SDPA = (torch.ops.aten.scaled_dot_product_attention.default, attention, fast_attention, exact_attention, *ROWS)
 HALF = (torch.float16, torch.bfloat16)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from autotp.compiler import rank_program
 from autotp.ops import collectives, custom_vjp
 from autotp.ops.async_linear import async_linear, products
-from autotp.ops.attention.documents import first_keys, known_documents
+from autotp.ops.attention.documents import keys_seen, known_documents
 from autotp.ops.coalesced import together
 from autotp.ops.collectives import log_sum_exp
 from autotp.ops.custom_vjp import Vjp
@@ -27,7 +27,7 @@ from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, plac
 from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.program.program import Program
-from autotp.sharding.partition import chunk_sizes, chunk_stop
+from autotp.sharding.partition import chunk_sizes
 from autotp.sharding.strides import laid_out, order_of_dimensions
 
 Ranks = tuple[Tensor, ...]
@@ -236,12 +236,11 @@ def conjugate(name: str) -> Callable[..., Ranks]:
 
 
 def _halo(*xs: Tensor, rest: tuple[Any, ...]) -> Ranks:
-    """Runs `halo(x, axis, dim, size, before, ends, chunk)`; autograd adds the gradients of what several ranks read."""
-    dim, size, before, ends, chunk = rest
+    """Runs `halo(x, axis, dim, size, before, ends, chunk, after)`; autograd adds the gradients of what several ranks read."""
+    dim, size, before, ends, chunk, after = rest
     dim, sequence = dim % xs[0].dim(), torch.cat(xs, dim)
-    keys, parts = first_keys(size, len(xs), before, known_documents(ends, size), chunk), range(len(xs))
-    stops = [chunk_stop(size, len(xs), rank) for rank in parts]
-    read = [sequence.narrow(dim, key, stop - key) for key, stop in zip(keys, stops, strict=True)]
+    keys = keys_seen(size, len(xs), before, known_documents(ends, size), chunk, after)
+    read = [sequence.narrow(dim, first, stop - first) for first, stop in keys]
     return tuple(laid_out(y, order_of_dimensions(x)) for x, y in zip(xs, read, strict=True))
 
 

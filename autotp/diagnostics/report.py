@@ -21,9 +21,8 @@ from autotp.diagnostics.reasons import Reasons, read_by
 from autotp.display.text_table import bytes_text
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
-from autotp.ops.attention.documents import first_keys
+from autotp.ops.attention.documents import keys_seen
 from autotp.ops.coalesced import together
-from autotp.passes.canonicalize.causal_attention import causal_attention
 from autotp.passes.canonicalize.custom_vjp import backward_of
 from autotp.passes.capture.replacements.opaque_call import OpaqueCall
 from autotp.passes.check.types import Typed
@@ -32,14 +31,14 @@ from autotp.passes.lower.local_sizes import value_of
 from autotp.passes.lower.overlap import separate
 from autotp.passes.plan.candidate import contracts
 from autotp.passes.plan.propagate import needs_grad
-from autotp.passes.plan.sequence.halos import before_at_capture
+from autotp.passes.plan.sequence.halos import number_at_capture
 from autotp.passes.program.program import CapturedProgram, Program
 from autotp.rules.call import elements_of, nbytes_of, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import find
 from autotp.sharding.layout import Layout
-from autotp.sharding.partition import chunk_start
+from autotp.sharding.partition import chunk_size
 from autotp.sharding.placement import Partial, Shard
 from autotp.source_location import block_in, layer_of, line_of
 
@@ -118,8 +117,7 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None, emitted
 
 def _attention(graph: fx.Graph, analysis: Program) -> tuple[AttentionRow, ...]:
     """Returns the attentions of a rank's graph beside those of one device."""
-    # What `causal_masks` writes with a mask for the axis `cp` is causal on one device.
-    whole = causal_attention(analysis.sequences.uncut_graph or analysis.graph)
+    whole = analysis.sequences.uncut_graph or analysis.graph
     (_, learning), (_, learning_in_whole) = (_learning(x, analysis) for x in (graph, whole))
     return attention_rows(graph, learning, whole, learning_in_whole, analysis.options.randomness == "exact")
 
@@ -188,10 +186,12 @@ def _halo_bytes(node: fx.Node, parts: int) -> int:
     """Returns the bytes of the largest halo that a rank reads: in the graph of the first rank it is empty."""
     x: Any
     dim: Any
-    x, _, dim, length, before = node.args[:5]
+    before: Any
+    x, _, dim, length, before, _, _, after = node.args
     size = elements_of([value_of(length)])
-    keys = first_keys(size, parts, before_at_capture(value_of(before), size), None)
-    longest = max(chunk_start(size, parts, rank) - key for rank, key in enumerate(keys))
+    before, after = (number_at_capture(value_of(side), size) for side in (before, after))
+    keys = keys_seen(size, parts, before, None, after=after)
+    longest = max(stop - first - chunk_size(size, parts, rank) for rank, (first, stop) in enumerate(keys))
     return nbytes_of(x.meta["val"]) // max(elements_of(x.meta["val"].shape[dim : dim + 1]), 1) * longest
 
 

@@ -28,7 +28,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from autotp.errors import Error
 from autotp.groups.one_thread import in_collective
 from autotp.groups.process_group import backend_of, own_method, process_group, seat
-from autotp.ops.attention.documents import first_keys, read_documents
+from autotp.ops.attention.documents import keys_seen, read_documents
 from autotp.ops.eager_mode import apply_plain, is_bare, is_kept, is_observed, is_plain
 from autotp.ops.placement_moves import chosen, replaced
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
@@ -108,21 +108,22 @@ def all_to_all(
 
 
 def halo(
-    x: Tensor, group: str | None, dim: int, size: int, before: int, ends: Tensor | None = None, chunk: int = 0
-) -> Tensor:
-    """Shard(dim) -> Halo(dim): puts before this rank's part the positions before it that its queries read.
+    x: Tensor, group: str | None, dim: int, size: int, before: int, ends: Tensor | None = None, chunk: int = 0,
+    after: int = 0,
+) -> Tensor:  # fmt: skip
+    """Shard(dim) -> Halo(dim): puts around this rank's part the positions before and after it that its queries read.
 
-    They are `before` positions, and none of another document; they may lie on several ranks. Backward adds their
-    gradients to those of their owners. x: [... part ...] -> [... halo + part ...]
+    They are `before` and `after` positions, and none of another document; they may lie on several ranks. Backward adds
+    their gradients to those of their owners. x: [... part ...] -> [... halo + part + halo ...]
 
     Args:
         ends: where packed documents begin and end, [documents + 1]. The host waits for those on a GPU, once in a call.
-            In compiled code and in CUDA graphs it cannot: there `before` alone says how long the halo is.
+            In compiled code and in CUDA graphs it cannot: there `before` and `after` say how long the halos are.
         chunk: the length of chunks, of which a query reads its own; 0 for none.
     """
     if group is None or seat(group)[1] == 1:
         return x
-    keys = first_keys(size, seat(group)[1], before, read_documents(ends, size), chunk)
+    keys = keys_seen(size, seat(group)[1], before, read_documents(ends, size), chunk, after)
     return _convert("halo", x, group, dim, (size, keys))
 
 
@@ -428,26 +429,33 @@ def _rows_sent_back(x: Tensor, group: str, dim: int, where: Rows, *_: Any) -> Te
     return _rows_sent(x, group, dim, (where[1], where[0]))
 
 
-Reads = tuple[int, tuple[int, ...]]
-"""Of a `halo`: size, and the first position that each rank reads."""
+Reads = tuple[int, tuple[tuple[int, int], ...]]
+"""Of a `halo`: size, and the bounds of the positions that each rank reads."""
 
 
 def _neighbours(where: Reads, group: str) -> tuple[int, int, list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns the bounds of this rank's part, the positions before it that it reads of each rank, and that each rank
+    """Returns the bounds of this rank's part, the positions that it reads of each other rank, and that each other rank
     reads of its part.
     """
     (size, keys), (rank, ranks) = where, seat(group)
     bounds = [chunk_bounds(size, ranks, r) for r in range(ranks)]
 
     def read(reader: int, owner: int) -> tuple[int, int]:
-        start = max(keys[reader], bounds[owner][0])
-        return start, max(min(bounds[reader][0], bounds[owner][1]), start)
+        (start, stop), (first, last) = bounds[owner], keys[reader]
+        begin = max(first, start)
+        return begin, max(min(last, stop), begin) if reader != owner else begin
 
     return *bounds[rank], [read(rank, r) for r in range(ranks)], [read(r, rank) for r in range(ranks)]
 
 
 def _elements(ranges: Sequence[tuple[int, int]], row: int) -> list[int]:
     return [(stop - start) * row for start, stop in ranges]
+
+
+def _sides(ranges: Sequence[tuple[int, int]], group: str) -> list[int]:
+    """Returns the number of positions of the ranks before this one, and of those after it."""
+    rank = seat(group)[0]
+    return [sum(b - a for a, b in side) for side in (ranges[:rank], ranges[rank:])]
 
 
 def _with_halo(x: Tensor, group: str, dim: int, where: Reads, *_: Any) -> Tensor:
@@ -457,21 +465,22 @@ def _with_halo(x: Tensor, group: str, dim: int, where: Reads, *_: Any) -> Tensor
     row = math.prod(rows.shape[1:])
     pieces = torch.cat([rows[a - start : b - start] for a, b in sent])
     counts = _elements(received, row), _elements(sent, row)
-    length = sum(b - a for a, b in received)
-    before = _sent(pieces, *counts, group).view(length, *rows.shape[1:]).movedim(0, dim)
-    return torch.cat([before.permute(order), x.permute(order)], order.index(dim)).permute(inverse(order))
+    around = _sides(received, group)
+    others = _sent(pieces, *counts, group).view(sum(around), *rows.shape[1:]).movedim(0, dim)
+    before, after = (side.permute(order) for side in others.split(around, dim))
+    return torch.cat([before, x.permute(order), after], order.index(dim)).permute(inverse(order))
 
 
 def _halo_summed(x: Tensor, group: str, dim: int, where: Reads, *_: Any) -> Tensor:
     """Returns this rank's part, to which all ranks have added what they have at its positions."""
     start, stop, sent, received = _neighbours(where, group)
     rows, order = x.movedim(dim, 0).contiguous(), order_of_dimensions(x)
-    row, before = math.prod(rows.shape[1:]), sum(b - a for a, b in sent)
-    _expect(x, dim, before + stop - start, group)
+    row, (before, after) = math.prod(rows.shape[1:]), _sides(sent, group)
+    _expect(x, dim, before + stop - start + after, group)
     counts = _elements(received, row), _elements(sent, row)
-    lengths = [b - a for a, b in received]
-    pieces = _sent(rows[:before], *counts, group).view(sum(lengths), *rows.shape[1:])
-    total = rows[before:].clone()
+    lengths, end = [b - a for a, b in received], before + stop - start
+    pieces = _sent(torch.cat([rows[:before], rows[end:]]), *counts, group).view(sum(lengths), *rows.shape[1:])
+    total = rows[before:end].clone()
     for (a, b), piece in zip(received, pieces.split(lengths), strict=True):
         total[a - start : b - start] += piece
     return laid_out(total.movedim(0, dim), order)

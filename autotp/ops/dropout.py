@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autotp.ops.attention.causal_rows import Pieces, lower_right_pieces, mask_of_pieces
 from autotp.ops.attention.products import attention, attention_weights
+from autotp.ops.attention.zigzag import pieces
 from autotp.ops.eager_mode import runs_at_once
 from autotp.sharding.strides import memory_order
 
@@ -32,11 +34,16 @@ def exact_dropout(input: Tensor, p: float, shape: Sequence[int], cuts: Sequence[
         order = memory_order(input)
     ones = torch.ones([shape[d] for d in order], dtype=input.dtype, device=input.device)
     noise = F.dropout(ones, p, True).permute([order.index(d) for d in range(len(order))])
+    return input * _part(noise, cuts)
+
+
+def _part(whole: Tensor, cuts: Sequence[Cut]) -> Tensor:
+    """Returns a rank's part of a tensor."""
     for dim, sizes, ranges in cuts:
-        opened = noise.unflatten(dim, sizes)
+        opened = whole.unflatten(dim, sizes)
         parts = [opened.narrow(dim + 1, a, b - a) for a, b in ranges] or [opened.narrow(dim + 1, 0, 0)]
-        noise = torch.cat(parts, dim + 1).flatten(dim, dim + 2)
-    return input * noise
+        whole = torch.cat(parts, dim + 1).flatten(dim, dim + 2)
+    return whole
 
 
 def fast_dropout(input: Tensor, p: float, rank: int) -> Tensor:
@@ -99,6 +106,10 @@ def exact_attention(
     scale: float | None, enable_gqa: bool, shape: Sequence[int], cuts: Sequence[Cut],
 ) -> Tensor:  # fmt: skip
     """Attention that drops the same weights as one device; `shape` is the shape of all heads' weights."""
+    rows = [(0, sizes, ranges) for dim, sizes, ranges in cuts if dim == len(shape) - 2]
+    if is_causal and rows:  # A part of the queries knows its positions by its cuts.
+        places = _part(torch.arange(shape[-2], device=key.device), rows)
+        attn_mask, is_causal = torch.arange(shape[-1], device=key.device) <= places.unsqueeze(1), False
     weights, value = attention_weights(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     return exact_dropout(weights, dropout_p, shape, cuts, range(weights.dim())) @ value
 
@@ -117,3 +128,38 @@ def fast_attention(
             return attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     weights, value = attention_weights(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     return fast_dropout(weights, dropout_p, rank) @ value
+
+
+def fast_causal_rows(
+    query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None, enable_gqa: bool, dropout_p: float,
+    rank: int,
+) -> Tensor:  # fmt: skip
+    """Returns `causal_rows`, whose arguments it takes, with a separate dropout mask on each rank."""
+    bounds = [(start, start + query.shape[-2])]
+    return _fast_pieces(query, key, value, bounds, scale, enable_gqa, dropout_p, rank)
+
+
+def fast_zigzag_rows(
+    query: Tensor, key: Tensor, value: Tensor, parts: int, place: int, scale: float | None, enable_gqa: bool,
+    dropout_p: float, rank: int,
+) -> Tensor:  # fmt: skip
+    """Returns `zigzag_rows`, of the part at `place`, with a separate dropout mask on each rank."""
+    bounds = pieces(key.shape[-2], parts, place)
+    return _fast_pieces(query, key, value, bounds, scale, enable_gqa, dropout_p, rank)
+
+
+def _fast_pieces(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Pieces, scale: float | None, enable_gqa: bool, dropout_p: float,
+    rank: int,
+) -> Tensor:  # fmt: skip
+    """Returns causal attention of pieces of a sequence, by torch's kernels or by products as `fast_attention`."""
+    if not query.is_cpu and runs_at_once(query) and query.numel() and value.numel():
+        with own_stream(query.device, rank):
+            return lower_right_pieces(query, key, value, bounds, scale, enable_gqa, dropout_p)
+    mask = mask_of_pieces(key, bounds)
+    weights, value = attention_weights(query, key, value, mask, False, scale, enable_gqa)
+    return fast_dropout(weights, dropout_p, rank) @ value
+
+
+OWN_MASKS = fast_dropout, fast_attention, fast_causal_rows, fast_zigzag_rows
+"""The functions that draw another mask on each rank."""

@@ -27,13 +27,14 @@ def by_heads(x: Tensor, dim: int, parts: int, group: int, separate: tuple[int, .
     return x.view_as(x)
 
 
-def nearby(x: Tensor, dim: int, before: int, ends: Tensor | None, chunk: int = 0) -> Tensor:
+def nearby(x: Tensor, dim: int, before: int, ends: Tensor | None, chunk: int = 0, after: int = 0) -> Tensor:
     """Returns `x` with separate axes along `dim`: see `passes/plan/sequence/halos.py`.
 
     Args:
         x: keys or values, of which a query reads at most `before` positions along `dim` before its own.
         ends: where packed documents begin and end, [documents + 1]: a query reads no other document. None for one.
         chunk: the length of the chunks of which a query reads its own; 0 for none.
+        after: how many positions it reads after its own.
     """
     return x.view_as(x)
 

@@ -120,7 +120,7 @@ def attention(call: Call) -> Rule | None:
 
     Linear in `value` without dropout. With dropout the mask is drawn for all heads at once, so a cut needs the parallel
     form. With `is_causal` the positions of queries matter: a cut needs the parallel form `causal_rows`, or that of
-    `zigzag_rows`, and a part of the queries stays as it is.
+    `zigzag_rows`, and a part of the queries stays as it is. So do the queries of a form that does not know theirs.
     """
     query, key, _, *mask = present(call)
     if query.dim() != call.outputs[0].dim():  # The query is broadcast: torch fails on empty parts then.
@@ -130,7 +130,7 @@ def attention(call: Call) -> Rule | None:
     kv, sizes = heads, {}
     if call.get("enable_gqa") and Size.of(query.shape[-3]) != Size.of(key.shape[-3]):
         kv, heads, sizes = [*heads[:-1], f"k{mark}"], [*heads[:-1], f"(k{mark} g{mark})"], {"k": key.shape[-3]}
-    causal = ("^" if mark else "!") if call.get("is_causal") else mark
+    causal = ("^" if "rank" in call.arguments else "!") if call.get("is_causal") else mark
     if "parts" in call.arguments:  # `zigzag_rows`, of all ranks or of one.
         causal = "!" if call["rank"] is None else "^"
     s = "s^" if "start" in call.arguments else f"s{causal}"
@@ -141,5 +141,4 @@ def attention(call: Call) -> Rule | None:
 
 def zigzag_attention(call: Call) -> Any:
     """Returns the operator for queries in the order of `zigzag`; None if the attention is not causal."""
-    # With dropout, `causal_masks` writes the mask as a value, whose rows are read in any order.
-    return zigzag_rows if call.get("is_causal") and not call.get("dropout_p") else None
+    return zigzag_rows if call.get("is_causal") else None

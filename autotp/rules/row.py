@@ -77,26 +77,29 @@ class Trait(Flag):
 
 @dataclass(frozen=True)
 class Reach:
-    """Which keys before its own position a query of an attention may read; it reads no later one.
+    """Which keys before and after its own position a query of an attention may read.
 
     Attributes:
-        window: at most so many; -1 for all.
+        window: at most so many before; -1 for all.
         longest: the name of the argument that no document is longer than; "" if rows are one document.
         ends: the name of the argument with the ends of documents; "" if rows are one document.
         chunk: the length of the chunks of a row, of which a query reads its own; 0 for none.
+        after: at most so many after; -1 for all.
     """
 
     window: int
     longest: str = ""
     ends: str = ""
     chunk: int = 0
+    after: int = 0
 
-    def before(self, arguments: Mapping[str, Any]) -> Any:
-        """Returns the number of keys, from the values of a call's arguments."""
+    def around(self, arguments: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Returns the numbers of keys before and after, from the values of a call's arguments."""
+        sides = self.window, self.after
         if not self.longest:
-            return self.window
-        longest = arguments[self.longest]
-        return longest - 1 if self.window < 0 else torch.sym_min(self.window, longest - 1)
+            return sides
+        last = arguments[self.longest] - 1
+        return tuple(last if side < 0 else side and torch.sym_min(side, last) for side in sides)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Row:
         traits: its traits.
         sizes: name of the argument with the result's sizes, which become local sizes if the operator is cut.
         places: for an operator on each channel by itself, the number of dimensions behind the channels.
-        reach: returns which keys before its own position a query of this attention reads; None if they have no bound.
+        reach: returns which keys around its own position a query of this attention reads; None if they have no bound.
         zigzag: returns the operator that computes this attention for queries in the order of `zigzag`; None if there is
             none, or if the attention is not causal. It has the same arguments but those that being causal sets, and the
             number of `parts`, and the `rank` whose queries they are (None for all).

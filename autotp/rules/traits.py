@@ -30,7 +30,7 @@ def having(traits: Trait) -> frozenset[Any]:
 
 
 def reach_of(node: fx.Node) -> Reach | None:
-    """Returns which keys before its own position a query of an attention reads; None if they have no bound."""
+    """Returns which keys around its own position a query of an attention reads; None if they have no bound."""
     reach = ROWS.get(node.target, UNKNOWN).reach  # type: ignore[arg-type]
     return reach(call_of(node)) if reach is not None else None
 
@@ -45,7 +45,7 @@ def draws(node: fx.Node) -> bool:
     """True for a call that takes numbers from the random stream; dropout with p=0 or in evaluation does not."""
     operator = operator_of(node)
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
-        return has(operator, Trait.RANDOM)
+        return has(operator, Trait.RANDOM) and arguments_of(node).get("dropout_p") != 0
     arguments = arguments_of(node)
     idle = arguments.get("train", True) is False, arguments.get("training", True) is False
     # `dropout` with p=0 returns its input, and `native_dropout` draws its mask all the same.

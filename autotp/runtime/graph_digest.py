@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from autotp.distributed.agreement import SOURCE, Among, Fact, text_fact
 from autotp.distributed.fingerprint import checksum, random_state
 from autotp.distributed.mesh import Mesh
-from autotp.ops.dropout import fast_attention, fast_dropout
+from autotp.ops.dropout import OWN_MASKS
 from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.guards.values import place_text
 from autotp.passes.capture.python_state.freeze import freeze_argument
@@ -55,8 +55,7 @@ def same_order(order: int, among: Among | None = None) -> Fact:
 
 def draws_alike(lowered: fx.Graph) -> bool:
     """Returns whether a rank's graph draws random numbers that must be the same on all ranks."""
-    # These two draw another mask on each rank by design.
-    return any(draws(node) and node.target not in (fast_attention, fast_dropout) for node in lowered.nodes)
+    return any(draws(node) and node.target not in OWN_MASKS for node in lowered.nodes)
 
 
 def same_draws(mesh: Mesh) -> Fact:

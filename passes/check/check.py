@@ -364,15 +364,15 @@ class _Checking(Proof):
             self.refuse_read(node, x, typed, Shard(leaf))
         self.give(node, self.whole[x], (replace(typed, placement=Shard(to_leaf)),))
 
-    def _halo(self, node: fx.Node, x: Any, axis: Any, dim: Any, size: Any, before: Any, ends: Any, chunk: Any) -> None:
+    def _halo(self, node: fx.Node, x: Any, axis: Any, dim: Any, size: Any, before: Any, ends: Any, *more: Any) -> None:
         """Types a `halo`, which stands for a `nearby` of the model's graph: its operand is cut along `dim` alone."""
         (typed,), documents = self.types[x], [] if ends is None else [ends]
         leaf = moved_leaf(typed, *self.erased((dim, size)))
-        wanted = plain(self.erased([dim, before, chunk]))
+        wanted = plain(self.erased([dim, before, *more]))
         models = self.model.on(nearby, self.whole[x], *(self.whole[n] for n in documents))
-        model = next((n for n in models if plain(valued([*n.args[1:3], n.args[4]])) == wanted), None)
+        model = next((n for n in models if plain(valued([*n.args[1:3], *n.args[4:]])) == wanted), None)
         if axis != self.to.axis or node.kwargs or leaf is None or model is None:
-            self.refuse(node, "does not read what the model reads before its part", got=f"{called(node)} of {typed}")
+            self.refuse(node, "does not read what the model reads around its part", got=f"{called(node)} of {typed}")
         wants = [(x, Shard(leaf)), *((n, Copied() if self.types[n][0].flows else Replicate()) for n in documents)]
         for operand, want in wants:
             if not self.types[operand][0].fits(want):
@@ -385,9 +385,9 @@ class _Checking(Proof):
         reach, operands, arguments = reach_of(model), self.axes.bound[model].operands, arguments_of(model)
         if cut is None or reach is None or position not in (1, 2) or not same_cut(cut.leaf, placement.axis):
             return False
-        _, dim, before, ends, chunk = operands[position].args
-        wanted = reach.before(call_of(model).arguments)
-        known = (plain(valued(before)), chunk) == (plain(wanted), reach.chunk)
+        _, dim, before, ends, chunk, after = operands[position].args
+        wanted = reach.around(call_of(model).arguments)
+        known = (plain(valued([before, after])), chunk) == (plain(list(wanted)), reach.chunk)
         known = known and ends in (None, arguments.get(reach.ends))
         return known and find(self.axes.of(operands[0])[dim]) is find(cut.leaf)  # type: ignore[index]
 

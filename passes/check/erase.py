@@ -35,6 +35,7 @@ NUMBERS = int | float | torch.SymInt | torch.SymFloat | torch.SymBool
 SPLIT, SLICE = aten.split_with_sizes.default, aten.slice.Tensor
 SDPA = aten.scaled_dot_product_attention.default
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_ZIGZAG = ("query", "key", "value", "parts", "rank", "scale", "enable_gqa")
 _MIX = "own_part", "other_part", "other_weight", "other_x", "other_scale", "other_cap", "other_bias"
 FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
     lookup.embedding: (aten.embedding.default, ("weight", "indices", "start", "size", "padding_idx"), ""),
@@ -48,7 +49,9 @@ FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
     argmax_key: (argmax_key, ("x", "dim", "start"), ""),
     linear_argmax_key: (linear_argmax_key, ("weight", "x", "start", "scale", "cap", "bias"), ""),
     causal_rows: (SDPA, ("query", "key", "value", "start", "scale", "enable_gqa"), ""),
-    zigzag_rows: (zigzag_rows, ("query", "key", "value", "parts", "rank", "scale", "enable_gqa"), ""),
+    zigzag_rows: (zigzag_rows, (*_ZIGZAG, "dropout_p"), ""),
+    dropout.fast_causal_rows: (SDPA, ("query", "key", "value", "start", "scale", "enable_gqa", "dropout_p"), "fast"),
+    dropout.fast_zigzag_rows: (zigzag_rows, (*_ZIGZAG, "dropout_p"), "fast"),
     dropout.exact_dropout: (aten.dropout.default, ("input", "p"), "exact"),
     dropout.fast_dropout: (aten.dropout.default, ("input", "p"), "fast"),
     dropout.exact_attention: (SDPA, _ATTENTION, "exact"),

@@ -108,10 +108,11 @@ def _form(
     if of is not target or only not in ("", to.randomness) or not arguments.get("train", True):
         return f"a parallel form of {target}", {}
     axis, leaf = ins[0][cut.factor.ins[0]] if cut.factor.ins else cut.factor.axis, cut.leaf
-    near = any(isinstance(value, fx.Node) and value.target is nearby for value in arguments.values())
-    arguments |= {"parts": to.tp, "rank": to.rank, "near": near}
+    arguments |= {"parts": to.tp, "rank": to.rank, "near": arguments.get("near")}
+    if any(isinstance(value, fx.Node) and value.target is nearby for value in arguments.values()):
+        arguments["near"] = find(axis).size if find(axis).size.symbols else find(axis).size.number
     if find(axis).size.symbols:
-        started = any(name.startswith("start") for name in names) and not only
+        started = any(name.startswith("start") for name in names)
         arguments |= {"start": _known_start(to, axis, leaf), "size": find(axis).size} if started else {}
     else:
         start = _start(to, axis, leaf)

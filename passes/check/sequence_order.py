@@ -27,7 +27,7 @@ from autotp.source_location import line_of
 
 MOVES = (zigzag, in_order)
 IN_ORDER: dict[Any, tuple[Any, dict[str, Any]]] = {
-    zigzag_rows: (SDPA, {"attn_mask": None, "dropout_p": 0.0, "is_causal": True})
+    zigzag_rows: (SDPA, {"attn_mask": None, "is_causal": True})
 }
 """Attention of queries in the order of `zigzag` -> the operator of the model, and its arguments that say the same."""
 Order = Axis | None

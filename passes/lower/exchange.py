@@ -78,9 +78,9 @@ def write_all_to_all(local: Local, x: fx.Node, dims: Sequence[Axis], source: Axi
 
 def write_halo(local: Local, node: fx.Node, leaf: Axis) -> fx.Node:
     """Writes the `halo` of keys or values, for a `nearby` (`node`) that is cut along `leaf`."""
-    x, dim, before, ends, chunk = local.builder.map(node.args)
-    call = local.builder.raw(halo, (x, local.to.axis, dim, local.size(find(leaf).size), before, ends, chunk))
-    call.meta["val"] = local.resized(x.meta["val"], dim, local.halo_length(leaf, node.args[2]))
+    x, dim, before, ends, chunk, after = local.builder.map(node.args)
+    call = local.builder.raw(halo, (x, local.to.axis, dim, local.size(find(leaf).size), before, ends, chunk, after))
+    call.meta["val"] = local.resized(x.meta["val"], dim, local.halo_length(leaf, before, after))
     return call
 
 

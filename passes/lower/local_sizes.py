@@ -20,6 +20,7 @@ from autotp.rules.call import outputs_of
 from autotp.sharding.axis import ONE, Axis, Size, find, touches
 from autotp.sharding.grid import positions_of_part
 from autotp.sharding.layout import ranges
+from autotp.ops.attention.documents import keys_seen
 from autotp.sharding.partition import chunk_bounds, chunk_size, chunk_start, chunk_stop
 from autotp.source_location import line_of
 
@@ -226,20 +227,20 @@ class Local:
             )  # A hint of 0 or 1 would make a number of it.
         return self.parts[measure, size]
 
-    def halo_length(self, leaf: Axis, before: Any) -> Any:
-        """Returns the length of this rank's part of a leaf with `before` positions before it, for example values.
+    def halo_length(self, leaf: Axis, before: Any, after: Any) -> Any:
+        """Returns the length of this rank's part of a leaf with the positions around it, for example values.
 
-        It is a symbol if the length, or `before`, is one. Where documents end earlier, it is shorter.
+        It is a symbol if the length, `before` or `after` is one. Where documents end earlier, it is shorter.
         """
-        size, before = find(leaf).size, value_of(before)
-        hints = [n if isinstance(n, int) else n.node.hint or 0 for n in (value_of(self.size(size)), before)]
-        start, stop = chunk_bounds(hints[0], self.to.tp, self.to.rank)
-        length = stop - start + (min(start, hints[1]) if stop > start else 0)
-        if not size.symbols and isinstance(before, int):
+        size, around = find(leaf).size, (value_of(before), value_of(after))
+        hints = [n if isinstance(n, int) else n.node.hint or 0 for n in (value_of(self.size(size)), *around)]
+        first, stop = keys_seen(hints[0], self.to.tp, hints[1], None, after=hints[2])[self.to.rank]
+        length = stop - first
+        if not size.symbols and all(isinstance(n, int) for n in around):
             return length
-        key = size, str(before)
+        key = size, f"{before}, {after}"
         if key not in self.halos:
-            name = f"halo({size}, {before}, {self.to.tp}, {self.to.rank})"
+            name = f"halo({key[0]}, {key[1]}, {self.to.tp}, {self.to.rank})"
             self.halos[key] = self.builder.length(name, max(length, 2))
         return self.halos[key]
 

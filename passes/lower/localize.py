@@ -180,12 +180,15 @@ ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "sc
 def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     raw = arguments_of(node)
     args = local.builder.map(raw)
-    if not raw["dropout_p"]:
+    fast, of_queries = local.to.randomness == "fast", touches(axes.of(raw["query"])[-2], leaf)
+    if not raw["dropout_p"] or (fast and raw["is_causal"] and of_queries):
         named = (args[name] for name in ("query", "key", "value"))
         start = start_of_part(local, node, axes.of(raw["query"])[-2], leaf)
-        return causal_rows, (*named, start, args["scale"], args["enable_gqa"])
+        rows = *named, start, args["scale"], args["enable_gqa"]
+        drops = args["dropout_p"], local.to.rank
+        return (dropout.fast_causal_rows, (*rows, *drops)) if raw["dropout_p"] else (causal_rows, rows)
     shared = tuple(args.get(name) for name in ATTENTION)
-    if local.to.randomness == "fast":
+    if fast:
         return dropout.fast_attention, (*shared, local.to.rank)
     query, key = raw["query"], raw["key"]
     sizes = [local.size(n) for n in (*query.meta["val"].shape[:-1], key.meta["val"].shape[-2])]
@@ -195,6 +198,8 @@ def _attention(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
 def zigzag_of_rank(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     """Attention of queries in the order of `zigzag`: those of this rank."""
     args = local.builder.map(arguments_of(node)) | {"rank": local.to.rank}
+    if args.get("dropout_p") and node.target is zigzag_rows:
+        return dropout.fast_zigzag_rows, (*args.values(), local.to.rank)
     return node.target, tuple(args.values())
 
 
@@ -244,6 +249,8 @@ FORMS: dict[Any, Form] = {
     zigzag_rows: zigzag_of_rank,
     dropout.fast_dropout: _fast_again,
     dropout.fast_attention: _fast_again,
+    dropout.fast_causal_rows: _fast_again,
+    dropout.fast_zigzag_rows: _fast_again,
     dropout.exact_dropout: _exact_again,
     dropout.exact_attention: _exact_again,
     routing.dispatch: _routed,
@@ -256,4 +263,6 @@ def has_form(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
 
     A form that compares positions knows those of a rank by their start, so they must follow one another.
     """
-    return node.target in FORMS and (draws(node) or is_major(factor.axis, leaf))
+    arguments = arguments_of(node)
+    of_queries = arguments.get("is_causal") and factor.ins.get(0) == arguments["query"].meta["val"].dim() - 2
+    return node.target in FORMS and ((draws(node) and not of_queries) or is_major(factor.axis, leaf))

@@ -41,7 +41,7 @@ from autotp.passes.lower.local_sizes import Target
 from autotp.passes.lower.lower import lower
 from autotp.passes.plan.infer_axes import Axes, Factor
 from autotp.passes.plan.propagate import needs_grad
-from autotp.passes.plan.sequence.causal_masks import causal_masks
+from autotp.experimental.batch_halves.causal_masks import causal_masks
 from autotp.passes.plan.sequence.context_parallel import CutSequences, context_parallel, cut_sequences
 from autotp.passes.plan.sequence.separate_keys import joined_again
 from autotp.passes.program.planned import decoupled

@@ -3,7 +3,7 @@
     position_ids = torch.arange(seq) + past                      no packed texts: nothing is read
     position_ids = batch["position_ids"]                         their values tell, which transformers reads
 
-    input_ids, position_ids: [1 tokens]          cu_seq_lens_q=[0, 6, 9], ..., which `distribute` gives beside them
+    input_ids, position_ids: [rows tokens]       cu_seq_lens_q=[0, 6, 9], ..., which `distribute` gives beside them
 
 Before a flash kernel transformers asks the values of `position_ids` whether several texts lie in a row. The answer for
 counted ones is known without values, so a capture has no read of them: parts of a batch could not share one.
@@ -19,33 +19,47 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autotp.integrations.attention_kernels.padded_rows import UTILITIES
 
-QUESTION, MASK = "_is_packed_sequence", "attention_mask"
+QUESTION, MASK, TOKENS = "_is_packed_sequence", "attention_mask", ("input_ids", "inputs_embeds")
 SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 ROWS = {torch.unsqueeze, Tensor.unsqueeze}
 
 
 def with_ends_of_positions(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a step with the ends of documents that its positions say, for one row of a flash kernel.
+    """Returns the arguments of a step with the ends of documents that its positions say, for a flash kernel.
 
     They are those of `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`; of one document, too, so that each
-    step has the same arguments. The host waits once for positions on a GPU. Of several rows transformers looks at none.
+    step has the same arguments. The host waits once for positions on a GPU. Each row begins with a document: of several
+    rows transformers itself looks at no positions, but it asks for those of each row that it gets alone.
     """
-    utilities: Any = sys.modules.get(UTILITIES)
     positions = kwargs.get("position_ids")
     is_flash = "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
     names = [f"{name}_{of}" for name in ("cu_seq_lens", "max_length") for of in "qk"]
     tells_documents = any(kwargs.get(name) is not None for name in (*names, MASK))
-    if utilities is None or not is_flash or tells_documents or not isinstance(positions, Tensor) or positions.is_meta:
+    if UTILITIES not in sys.modules or not is_flash or tells_documents or not isinstance(positions, Tensor):
         return kwargs
-    if positions.dim() != 2 or len(positions) != 1:
+    tokens = next((kwargs[name] for name in TOKENS if isinstance(kwargs.get(name), Tensor)), positions)
+    if positions.is_meta or positions.dim() != 2 or not positions.numel() or len(positions) != len(tokens):
         return kwargs
-    ends, longest = utilities.prepare_fa_kwargs_from_position_ids(positions.cpu())
-    return {**kwargs, **dict(zip(names, (*ends, *map(int, longest)), strict=True))}
+    ends = _ends_of(positions.cpu())
+    longest = int(ends.diff().max())
+    return {**kwargs, **dict(zip(names, (ends, ends, longest, longest), strict=True))}
+
+
+def _ends_of(positions: Tensor) -> Tensor:
+    """Returns where documents begin and end, [documents + 1]: they begin at the least position, as in transformers.
+
+    Args:
+        positions: [rows tokens].
+    """
+    begins = positions == positions.min()
+    begins[:, 0] = True
+    return F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=positions.numel()).int()
 
 
 @contextmanager

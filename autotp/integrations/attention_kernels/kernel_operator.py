@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor
 
 from autotp.errors import Error
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention
-from autotp.integrations.attention_kernels.packed_rows import read_by_part
+from autotp.integrations.attention_kernels.packed_rows import of_rows, read_by_part
 from autotp.integrations.attention_kernels.padded_rows import attention_of_rows
 from autotp.integrations.attention_kernels.reference import REFERENCE, attention_in_one_row
 from autotp.ops.attention.documents import expect_no_longer
@@ -43,7 +43,7 @@ _ARGUMENTS = (
 _OUTPUTS = "(Tensor, Tensor)"
 _TAGS = (torch.Tag.nondeterministic_seeded,)
 torch.library.define(
-    "autotp::attention_kernel", f"({_ARGUMENTS}, SymInt? start=None, bool near=False) -> {_OUTPUTS}", tags=_TAGS
+    "autotp::attention_kernel", f"({_ARGUMENTS}, SymInt? start=None, SymInt? near=None) -> {_OUTPUTS}", tags=_TAGS
 )
 torch.library.define("autotp::dropped_attention_kernel", f"({_ARGUMENTS}, int rank) -> {_OUTPUTS}", tags=_TAGS)
 torch.library.define("autotp::zigzag_attention_kernel", f"({_ARGUMENTS}, int parts, int? rank) -> {_OUTPUTS}")
@@ -73,7 +73,7 @@ def _attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor | None, key_ends: Tensor | None,
     slopes: Tensor | None, sinks: Tensor | None, longest_query: Any, longest_key: Any, scale: float | None,
     before: int, after: int, softcap: float, dropout_p: float, function: str, settings: str, start: Any = None,
-    near: bool = False,
+    near: Any = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns attention and its log-sum-exp: [batch seq heads width] and [batch heads seq]; packed without `batch`.
 
@@ -88,7 +88,7 @@ def _attention_kernel(
         function: the kernel, as `function_named` reads it.
         settings: all its arguments that are plain values, as the text of a dict: `chunk_of` reads one more there.
         start: where this rank's part of the queries begins; None if it has all queries.
-        near: whether keys and values are those up to the last of these queries, without some of the first ones.
+        near: the number of all keys, if keys and values are only those that some of these queries see.
 
     Raises:
         Error: the kernel refuses the dtype or the width of the heads; or a document is longer than is said.
@@ -97,7 +97,9 @@ def _attention_kernel(
     expect_no_longer(query_ends, longest_query)
     expect_no_longer(key_ends, longest_key)
     if start is not None:
-        key, value, query_ends, key_ends = read_by_part(query, key, value, query_ends, key_ends, after, start, near)
+        *operands, rows = read_by_part(query, key, value, query_ends, key_ends, after, start, near)
+        rest = longest_query, longest_key, scale, before, after, softcap, dropout_p, function, settings
+        return of_rows(*KERNEL(*operands, slopes, sinks, *rest), rows)
     traced, window = isinstance(query, FakeTensor) or query.is_meta, (before, after, chunk_of(settings))
     if query_ends is not None and key_ends is not None and query_ends.dim() == 2:
         if traced:

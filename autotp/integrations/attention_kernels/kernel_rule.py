@@ -4,7 +4,7 @@
     with padding   and the masks b s, b t
     packed rows    s h d, t h d, t h e, documents, documents -> s h e, h s
 
-A part of the queries reads all keys, or those up to its own position. With dropout each rank draws a mask of its own.
+A part of the queries reads all keys, or those up to its own position, or of a window around it. With dropout each rank draws a mask of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autotp.rules.call import Call, arguments_of
 from autotp.rules.language import Rule, spell
 from autotp.rules.registry import add_rows
 from autotp.rules.row import Reach, Row, Trait
-from autotp.sharding.axis import Axis, Size
+from autotp.sharding.axis import Axis, Size, find
 from autotp.source_location import line_of
 
 
@@ -56,22 +56,25 @@ def _mark_of_queries(call: Call) -> str:
     if reads_all_keys and call["query_ends"] is None:
         return "" if call["slopes"] is None else "^"
     same_tokens = may_be_same_documents(*(call[name] for name in ("query", "key", "query_ends", "key_ends")))
-    return "!" if (reads_all_keys and call["slopes"] is None) or (call["after"] == 0 and same_tokens) else "^"
+    bounded = call["after"] == 0 or (call["after"] > 0 and not chunk_of(call["settings"]))
+    return "!" if (reads_all_keys and call["slopes"] is None) or (bounded and same_tokens) else "^"
 
 
 def kernel_reach(call: Call) -> Reach | None:
-    """Returns which keys a query reads: those of a window, of its chunk, or of its document, up to its own.
+    """Returns which keys a query reads: those of a window, of its chunk, or of its document.
 
     Kernels count chunks from the first key that they get, so this is always the first one of a chunk, or of a document.
     """
     ends, packed, chunk = call["query_ends"], call["query"].dim() == 3, chunk_of(call["settings"])
-    if call["after"] != 0 or call["dropout_p"] or (ends is not None and not packed):
+    before, after = call["before"], call["after"]
+    same_tokens = may_be_same_documents(*(call[name] for name in ("query", "key", "query_ends", "key_ends")))
+    if call["dropout_p"] or (ends is not None and not packed) or not same_tokens:
         return None
     if packed and call["longest_query"] is not None:
-        return Reach(-1 if chunk else call["before"], "longest_query", "query_ends")
+        return Reach(-1 if chunk else before, "longest_query", "query_ends", after=after)
     if chunk and not packed:
         return Reach(chunk - 1, chunk=chunk)
-    return Reach(call["before"]) if call["before"] >= 0 and not chunk else None
+    return Reach(before, after=after) if min(before, after) >= 0 and not chunk else None
 
 
 def kernel_zigzag(call: Call) -> Any:
@@ -92,7 +95,8 @@ def _form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     if not arguments["dropout_p"]:
         query = axes.of(arguments["query"])
         start = localize.start_of_part(local, node, query[len(query) - 3], leaf)
-        return KERNEL, (*values[:-2], start, arguments["key"].target is nearby)
+        near = local.size(find(query[len(query) - 3]).size) if arguments["key"].target is nearby else None
+        return KERNEL, (*values[:-2], start, near)
     if local.to.randomness == "exact":
         raise Error(
             "a kernel of attention drops weights by a mask that it makes itself, and that parts of it cannot repeat",
@@ -118,4 +122,4 @@ def add_kernel() -> None:
     erase.FORMS[KERNEL] = KERNEL, tuple(names), ""
     erase.FORMS[DROPPED] = KERNEL, tuple(names[:-2]), "fast"
     erase.FORMS[ZIGZAG] = ZIGZAG, (*names[:-2], "parts", "rank"), ""
-    sequence_order.IN_ORDER[ZIGZAG] = KERNEL, {"start": None, "near": False}
+    sequence_order.IN_ORDER[ZIGZAG] = KERNEL, {"start": None, "near": None}

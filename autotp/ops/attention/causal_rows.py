@@ -76,14 +76,19 @@ def in_own_memory(query: Tensor) -> Tensor:
 
 
 def lower_right_pieces(
-    query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None, enable_gqa: bool
-) -> Tensor:
-    """Returns the same as `causal_pieces` on any device, by the kernels that torch has there; arguments as there."""
+    query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None, enable_gqa: bool,
+    dropout_p: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Returns the same as `causal_pieces` on any device, by the kernels that torch has there; arguments as there.
+
+    In each piece the last query reads all keys up to its own, and each query before it one key less.
+    """
     parts = []
     for rows, (start, stop) in zip(query.split([b - a for a, b in pieces], -2), pieces, strict=True):
         if stop > start:
             keys, values = key.narrow(-2, 0, stop), value.narrow(-2, 0, stop)
-            parts.append(_lower_right(rows, keys, values, scale, enable_gqa))
+            rule: Any = _LowerRight(rows.shape[-2], keys.shape[-2])
+            parts.append(CausalBias._dispatch(rows, keys, values, rule, dropout_p, scale=scale, enable_gqa=enable_gqa))
     return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
 
 
@@ -105,17 +110,11 @@ class _LowerRight:
         return rows.tril(self.seq_len_kv - self.seq_len_q)
 
 
-def _lower_right(query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:
-    """Returns attention in which the last query reads all keys, and each query before it one key less."""
-    rows: Any = _LowerRight(query.shape[-2], key.shape[-2])
-    return CausalBias._dispatch(query, key, value, rows, scale=scale, enable_gqa=enable_gqa)
-
-
 def _masked(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None, gqa: bool) -> Tensor:
-    return attention(query, key, value, _mask(key, pieces), scale=scale, enable_gqa=gqa)
+    return attention(query, key, value, mask_of_pieces(key, pieces), scale=scale, enable_gqa=gqa)
 
 
-def _mask(key: Tensor, pieces: Pieces) -> Tensor:
+def mask_of_pieces(key: Tensor, pieces: Pieces) -> Tensor:
     """Returns True where a query of the pieces reads a key. [rows keys]"""
     places = [torch.arange(start, stop, device=key.device) for start, stop in pieces]
     return torch.arange(key.shape[-2], device=key.device) <= torch.cat(places).unsqueeze(1)
@@ -131,7 +130,7 @@ def _differentiable(
     with torch.enable_grad():
         # Clones, because `requires_grad_` would change the tensors that this backward has saved.
         q, k, v = (x if x.requires_grad else x.requires_grad_() for x in map(torch.clone, (query, key, value)))
-        weights, values = attention_weights(q, k, v, _mask(k, pieces), False, scale, False)
+        weights, values = attention_weights(q, k, v, mask_of_pieces(k, pieces), False, scale, False)
         output = weights @ values
     return torch.autograd.grad(output, (q, k, v), gradient, create_graph=again)
 

@@ -11,7 +11,7 @@ Each microbatch has all documents, so one graph serves all: those that lie in an
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -87,12 +87,14 @@ def expect_no_longer(ends: Tensor | None, longest: int | None) -> None:
         )
 
 
-def first_keys(size: int, parts: int, before: int, ends: Sequence[int] | None, chunk: int = 0) -> tuple[int, ...]:
-    """Returns for each rank the first key that one of its queries reads, or where its part begins if none is earlier.
+def keys_seen(
+    size: int, parts: int, before: int, ends: Sequence[int] | None, chunk: int = 0, after: int = 0
+) -> tuple[tuple[int, int], ...]:
+    """Returns for each rank the bounds of the keys that its queries read, which have those of its own part in them.
 
     Args:
         size: the number of positions, cut over `parts` ranks.
-        before: how many keys before its own position a query reads at most.
+        before, after: how many keys before and after its own position a query reads at most.
         ends: where documents begin and end; a query reads no other document. None if that is not known.
         chunk: the length of the chunks of a row, of which a query reads its own; 0 for none.
     """
@@ -100,8 +102,15 @@ def first_keys(size: int, parts: int, before: int, ends: Sequence[int] | None, c
     for start, stop in (chunk_bounds(size, parts, rank) for rank in range(parts)):
         begin = start // chunk * chunk if chunk else 0
         begin = begin if ends is None else ends[bisect_right(ends, start) - 1]
-        keys.append(min(max(begin, start - before), start) if stop > start else start)
+        first = min(max(begin, start - before), start)
+        keys.append((first, stop_of_keys(size, stop, after, ends)) if stop > start else (start, stop))
     return tuple(keys)
+
+
+def stop_of_keys(size: int, stop: int, after: int, ends: Sequence[int] | None) -> int:
+    """Returns where the keys end that queries before `stop` read; arguments as those of `keys_seen`."""
+    end = size if ends is None else ends[bisect_left(ends, stop)]
+    return torch.sym_min(end, stop + after)  # type: ignore[no-any-return]
 
 
 def documents_in_parts(ends: Tensor, tokens: int, parts: int) -> Tensor:

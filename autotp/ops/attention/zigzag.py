@@ -50,20 +50,21 @@ def pieces(n: int, parts: int, rank: int) -> tuple[tuple[int, int], tuple[int, i
 
 
 def zigzag_rows(
-    query: Tensor, key: Tensor, value: Tensor, parts: int, rank: int | None, scale: float | None, enable_gqa: bool
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, parts: int, rank: int | None, scale: float | None, enable_gqa: bool,
+    dropout_p: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Returns causal attention of queries in the order of `zigzag`, or of the part of one rank.
 
     Args:
         query: all queries, or those of a rank, [batch heads seq/parts width].
         key, value: those of all positions, in order, [batch heads seq width].
         rank: whose queries they are; None for all.
-        scale, enable_gqa: as for `scaled_dot_product_attention`.
+        scale, enable_gqa, dropout_p: as for `scaled_dot_product_attention`. A rank with dropout has `fast_zigzag_rows`.
     """
     n = key.shape[-2]
     if rank is None:
         read = torch.arange(n, device=key.device) <= positions(n, parts, key.device).unsqueeze(1)
-        return attention(query, key, value, read, scale=scale, enable_gqa=enable_gqa)
+        return attention(query, key, value, read, dropout_p, scale=scale, enable_gqa=enable_gqa)
     return causal_pieces(query, key, value, pieces(n, parts, rank), scale, enable_gqa)
 
 

@@ -1,11 +1,11 @@
-"""halos: lets a rank read only the keys that its queries see, where attention says how far back they look.
+"""halos: lets a rank read only the keys that its queries see, where attention says how far they look.
 
     Before: attention_kernel(q, apart(k), apart(v), before=7)                        all keys and values are gathered
     After:  attention_kernel(q, nearby(k, 1, 7), nearby(v, 1, 7), before=7)          `lower` writes `halo`
 
-A query of a sliding window reads a known number of keys before it, and one of packed documents none before its
-document: it is at most as long as the longest. `nearby(x)` is `x`, of which each rank gets its part and these positions
-before it. Masks that are tensors say nothing before they are computed: there all keys and values are gathered.
+A query of a sliding window reads a known number of keys before and after it, and one of packed documents none outside
+its document: it is at most as long as the longest. `nearby(x)` is `x`, of which each rank gets its part and these
+positions before and after it. Masks that are tensors say nothing before they are computed: there all keys and values are gathered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.ops.attention.documents import first_keys
+from autotp.ops.attention.documents import keys_seen
 from autotp.ops.placement_moves import apart, nearby
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.choose import Decision, carry, elements
@@ -29,7 +29,6 @@ from autotp.rules.call import arguments_of, call_of, elements_of, nbytes_of
 from autotp.rules.row import Reach
 from autotp.rules.traits import reach_of
 from autotp.sharding.axis import Axis, find
-from autotp.sharding.partition import chunk_bounds
 from autotp.sharding.placement import Shard
 
 KEYS = (1, 2)
@@ -46,7 +45,7 @@ class WithHalos:
 
 
 def read_halos(graph: fx.Graph, axes: Axes, decision: Decision) -> WithHalos:
-    """Returns the same function with `nearby` where an attention that is cut says how far back its queries look.
+    """Returns the same function with `nearby` where an attention that is cut says how far its queries look.
 
     Args:
         graph: with `apart` for keys and values.
@@ -59,7 +58,7 @@ def read_halos(graph: fx.Graph, axes: Axes, decision: Decision) -> WithHalos:
 
 
 def reads_halo(node: fx.Node, axes: Axes, cuts: Mapping[fx.Node, Axis], have: Have) -> Reach | None:
-    """Returns how far back the queries of an attention look if it can read halos of keys and values; else None."""
+    """Returns how far the queries of an attention look if it can read halos of keys and values; else None."""
     leaf, reach = cuts.get(node), reach_of(node)
     if leaf is None or reach is None:
         return None
@@ -90,15 +89,19 @@ def halo_bytes(node: fx.Node, reach: Reach, axes: Axes, cuts: Mapping[fx.Node, A
     dim = _sequence(node, axes, cuts[node])
     assert dim is not None
     length = elements_of(axes.bound[node].operands[1].meta["val"].shape[dim : dim + 1])
-    most = length if reach.window < 0 else reach.window
-    keys = first_keys(length, parts, before_at_capture(reach.before(call_of(node).arguments), most), None, reach.chunk)
-    sent = sum(chunk_bounds(length, parts, rank)[0] - key for rank, key in enumerate(keys))
+    around = reach.around(call_of(node).arguments)
+    before, after = (
+        number_at_capture(n, length if side < 0 else side)
+        for n, side in zip(around, (reach.window, reach.after), strict=True)
+    )
+    keys = keys_seen(length, parts, before, None, reach.chunk, after)
+    sent = sum(stop - first for first, stop in keys) - length
     return sum(nbytes_of(axes.bound[node].operands[i].meta["val"]) for i in KEYS) * sent / max(length, 1) / parts
 
 
-def before_at_capture(before: Any, most: int) -> int:
-    """Returns the number of keys before its own that a query reads, at capture; `most` if values of tensors decide."""
-    hint = before if isinstance(before, int) else before.node.hint
+def number_at_capture(number: Any, most: int) -> int:
+    """Returns the number of keys beside its own that a query reads, at capture; `most` if values of tensors decide."""
+    hint = number if isinstance(number, int) else number.node.hint
     return most if hint is None else int(hint)
 
 
@@ -123,10 +126,10 @@ class _Halos:
             carry(self.builder.copy(node), node, self.axes, self.new_axes, self.decision, self.new)
             return
         dim = _sequence(node, self.axes, leaf)
-        before, ends = self._before(node, reach), arguments_of(node).get(reach.ends)
+        (before, after), ends = self._around(node, reach), arguments_of(node).get(reach.ends)
         operands = self.axes.bound[node].operands
         read = {
-            i: self._nearby(operands[i], leaf, (dim, before, ends and self.builder.env[ends], reach.chunk))
+            i: self._nearby(operands[i], leaf, (dim, before, ends and self.builder.env[ends], reach.chunk, after))
             for i in KEYS
         }
         copy = self.builder.copy(node)
@@ -134,13 +137,16 @@ class _Halos:
         visit(copy, self.new_axes)
         self.new.cuts[copy] = leaf
 
-    def _before(self, node: fx.Node, reach: Reach) -> Any:
-        """Returns the number of keys before its own that a query reads: a number, or a node that computes it."""
+    def _around(self, node: fx.Node, reach: Reach) -> Any:
+        """Returns the numbers of keys before and after its own that a query reads: numbers, or nodes that compute them."""
         longest = self.builder.map(arguments_of(node).get(reach.longest))
         if not isinstance(longest, fx.Node):
-            return reach.before(call_of(node).arguments)
-        before = self.builder.call(operator.sub, longest, 1)
-        return before if reach.window < 0 else self.builder.call(torch.sym_min, reach.window, before)
+            return reach.around(call_of(node).arguments)
+        last = self.builder.call(operator.sub, longest, 1)
+        return [
+            last if side < 0 else side and self.builder.call(torch.sym_min, side, last)
+            for side in (reach.window, reach.after)
+        ]
 
     def _nearby(self, operand: fx.Node, leaf: Axis, where: tuple[Any, ...]) -> fx.Node:
         key = (operand, *where)

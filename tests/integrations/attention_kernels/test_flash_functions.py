@@ -109,6 +109,8 @@ CALLS: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
     "packed": (Attention("flash_attn_varlen_func"), documents(LENGTHS[0])),
     "packed causal": (Attention("flash_attn_varlen_func", **CAUSAL), documents(LENGTHS[0])),
     "packed window": (Attention("flash_attn_varlen_func", **CAUSAL, window_size=(3, 0)), documents(LENGTHS[0])),
+    "window to both sides": (Attention(window_size=(2, 1)), rows()),
+    "all before, some after": (Attention(window_size=(-1, 1)), rows()),
     "packed slopes": (WithSlopes("flash_attn_varlen_func", **CAUSAL), documents(LENGTHS[0])),
     "packed log-sum-exp": (Attention("flash_attn_varlen_func", return_attn_probs=True), documents(LENGTHS[0])),
     "packed joined": (Attention("flash_attn_varlen_qkvpacked_func", groups=4, **CAUSAL), documents(LENGTHS[0])),
@@ -116,9 +118,9 @@ CALLS: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
 }
 WHOLE_OVER_CP = {
     "slopes to both sides": (WithSlopes(), rows()),
-    "window to both sides": (Attention(window_size=(2, 1)), rows()),
+    "window without an end": (Attention(window_size=(2, -1)), rows()),
 }
-"""Calls of which a part of the queries would need other keys than those up to its end."""
+"""Calls in which a part of the queries reads all later keys, by their distance."""
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (3, 1), (1, 2), (2, 3)])

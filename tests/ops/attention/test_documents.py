@@ -6,15 +6,17 @@ import pytest
 import torch
 
 import autotp
-from autotp.ops.attention.documents import first_keys, known_documents, read_documents
+from autotp.ops.attention.documents import keys_seen, known_documents, read_documents
 
 
-def test_first_keys_are_those_of_documents_and_windows() -> None:
-    assert first_keys(9, 2, 100, [0, 3, 5, 9]) == (0, 5)
-    assert first_keys(9, 2, 100, [0, 5, 9]) == (0, 5)
-    assert first_keys(9, 2, 2, [0, 9]) == (0, 3)
-    assert first_keys(9, 3, 1, None) == (0, 2, 5)
-    assert first_keys(2, 4, 1, None) == (0, 0, 2, 2)  # The last two have no query, and read nothing.
+def test_keys_that_are_seen_are_those_of_documents_and_windows() -> None:
+    assert keys_seen(9, 2, 100, [0, 3, 5, 9]) == ((0, 5), (5, 9))
+    assert keys_seen(9, 2, 100, [0, 5, 9]) == ((0, 5), (5, 9))
+    assert keys_seen(9, 2, 2, [0, 9]) == ((0, 5), (3, 9))
+    assert keys_seen(9, 3, 1, None) == ((0, 3), (2, 6), (5, 9))
+    assert keys_seen(9, 3, 1, None, after=2) == ((0, 5), (2, 8), (5, 9))
+    assert keys_seen(9, 3, 100, [0, 4, 4, 9], after=100) == ((0, 4), (0, 9), (4, 9))
+    assert keys_seen(2, 4, 1, None, after=1) == ((0, 2), (0, 2), (2, 2), (2, 2))  # The last two have no query.
 
 
 def test_ends_without_values_are_not_read() -> None:

@@ -10,6 +10,7 @@ import kernel_packages
 import pytest
 import torch
 import torch.nn.functional as F
+from cards.pretend import asked_for
 from cards.spies import host_waits
 from errors import message
 from kernel_packages.flash_attn import flash_attn_varlen_func
@@ -252,9 +253,8 @@ def llama() -> Any:
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCAB, max_position_embeddings=64, use_cache=False,
     )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="flash_attention_2", dtype=torch.float64
-    )
+    dtype = torch.bfloat16 if asked_for() else torch.float64  # A kernel on a card takes no other one.
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flash_attention_2", dtype=dtype)
 
 
 def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int, with_ends: bool) -> None:
@@ -262,9 +262,8 @@ def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int, with
     replicas = layout.get("dp", 1)
     with kernel_packages.usable_in_transformers():
         plain = llama()
-        trainer = autotp.distribute(
-            copy.deepcopy(plain), example_inputs=flattened(documents[0][0], 0, rows, with_ends), **layout
-        )
+        example = flattened([6, 4] if "cp" in layout else documents[0][0], 0, 1 if "cp" in layout else rows, with_ends)
+        trainer = autotp.distribute(copy.deepcopy(plain), example_inputs=example, **layout)
         optimizers = [torch.optim.SGD(x.parameters(), 0.1) for x in (plain, trainer)]
         for i, lengths in enumerate(documents):
             for optimizer in optimizers:
@@ -272,10 +271,15 @@ def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int, with
             inputs = [flattened(x, 2 * i + j, rows, with_ends) for j, x in enumerate(lengths[:replicas])]
             # One device has a step of each replica's documents, weighted by their labels.
             counts = [int((x["labels"] != -100).sum()) for x in inputs]
-            losses = [plain(**x).loss * count / sum(counts) for x, count in zip(inputs, counts, strict=True)]
+            # Of several rows transformers looks at no positions: it is told where documents end.
+            told = [flattened(x, 2 * i + j, rows) for j, x in enumerate(lengths[:replicas])]
+            losses = [plain(**x).loss * count / sum(counts) for x, count in zip(told, counts, strict=True)]
             torch.stack(losses).sum().backward()
             loss = trainer.step(**inputs[trainer.mesh["dp"].get_local_rank()])
-            torch.testing.assert_close(loss.double(), torch.stack(losses).sum().double(), rtol=1e-5, atol=1e-6)
+            expected = torch.stack(losses).sum().detach().double()
+            # bfloat16 has 8 bits; transformers' norms compute in float32.
+            rtol = 2e-2 if asked_for() else 1e-5
+            torch.testing.assert_close(loss.double().cpu(), expected, rtol=rtol, atol=1e-6)
             for optimizer in optimizers:
                 optimizer.step()
 
@@ -289,35 +293,41 @@ def with_the_collator(rank: int, n: int, layout: dict[str, Any], rows: int, with
         ({"cp": 2, "dp": 2}, 1, True),
         ({"cp": 2, "dp": 2}, 1, False),  # Positions that start again are all that tells documents.
         ({"tp": 2, "dp": 2}, 1, False),
+        ({"pp": 2, "tp": 2, "microbatches": 3}, 3, False),
+        ({"pp": 2, "cp": 2, "microbatches": 3}, 3, False),
+        ({"tp": 2, "dp": 2}, 3, False),  # Several rows in a call.
     ],
     ids=str,
 )
 def test_the_collator_for_flash_kernels_trains_as_one_device(
     layout: dict[str, Any], rows: int, with_ends: bool
 ) -> None:
-    run_ranks(with_the_collator, 4, layout, rows, with_ends)
+    run_ranks(with_the_collator, 4, layout, rows, with_ends, timeout=100)
 
 
-def test_positions_alone_tell_documents_in_one_row_of_a_flash_kernel() -> None:
+@pytest.mark.parametrize("rows", [1, 2])
+def test_positions_alone_tell_documents_of_a_flash_kernel(rows: int) -> None:
     """In a step. Of several rows transformers looks at none, and of a row in a microbatch it would look in forward."""
     with kernel_packages.usable_in_transformers():
         model = llama()
-        for lengths in ([6, 4, 10], [9]):
-            positions = flattened(lengths, 0, with_ends=False)
-            expected = flattened(lengths, 0)
+        for lengths in ([6, 4, 10], [9]) if rows == 1 else ([6, 4, 10], [7, 7], [1, 5, 1, 1, 4]):
+            positions = flattened(lengths, 0, rows, with_ends=False)
+            expected = flattened(lengths, 0, rows)
             inputs = library().with_documents(model, positions)
-            assert inputs.keys() == expected.keys() and inputs["max_length_k"] == expected["max_length_k"] == max(
-                lengths
-            )
+            assert inputs.keys() == expected.keys() and inputs["max_length_k"] == expected["max_length_k"]
             assert torch.equal(inputs["cu_seq_lens_q"], expected["cu_seq_lens_q"])
+            assert inputs["cu_seq_lens_q"].dtype == torch.int32
             assert inputs["cu_seq_lens_q"] is inputs["cu_seq_lens_k"]
             masked = {**positions, "attention_mask": torch.ones(1, sum(lengths))}
-            several = flattened([6, 4, 10], 0, 2, with_ends=False)
-            for other in (expected, masked, several):
+            shared = {**positions, "input_ids": positions["input_ids"].repeat(2, 1)}  # Positions of all rows.
+            for other in (expected, masked, shared):
                 assert library().with_documents(model, other) is other
+        goes_on = {"position_ids": torch.tensor([[0, 1, 0, 1], [2, 3, 0, 1]])}  # Into another row: it ends there.
+        assert library().with_documents(model, goes_on)["cu_seq_lens_q"].tolist() == [0, 2, 4, 6, 8]
         model.config._attn_implementation = "sdpa"
         assert library().with_documents(model, positions) is positions
-        assert autotp.verify(llama(), 2, dp=2, cp=2, example_inputs=flattened([6, 4, 10], 0, with_ends=False)).ok
+        if rows == 1:
+            assert autotp.verify(llama(), 2, dp=2, cp=2, example_inputs=flattened([6, 4, 10], 0, with_ends=False)).ok
 
 
 @pytest.mark.parametrize(("n", "name"), on_cards.cases())

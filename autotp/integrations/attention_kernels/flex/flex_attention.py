@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from autotp.integrations.attention_kernels.flex.mods import CUTTABLE, Mods, mods_of, working_dtype
+from autotp.ops.placement_moves import nearby
 from autotp.passes import builder
 from autotp.passes.check import erase
 from autotp.passes.emit import python_calls
@@ -32,12 +33,12 @@ from autotp.passes.plan.infer_axes import Axes
 from autotp.rules.call import Call, arguments_of
 from autotp.rules.language import Rule, spell
 from autotp.rules.registry import add_rows
-from autotp.rules.row import Row, Trait
-from autotp.sharding.axis import Axis, Size, touches
+from autotp.rules.row import Reach, Row, Trait
+from autotp.sharding.axis import Axis, Size, find, touches
 
 Totals = tuple[Tensor, Tensor, Tensor]
-Starts = tuple[int, int, int]
-"""Where the batch, the heads and the queries of a rank begin."""
+Starts = tuple[int, int, int, int]
+"""Where the batch, the heads, the queries and the keys of a rank begin."""
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -51,6 +52,7 @@ def flex_attention(
     peaks: bool = False,
     start_1: int | None = None,
     start_2: int | None = None,
+    near: int | None = None,
 ) -> Totals:
     """Returns attention [batch heads queries width], the log-sum-exp and the maximum of scores [batch heads queries].
 
@@ -62,12 +64,14 @@ def flex_attention(
         scale: of the products of queries and keys; None for 1/sqrt(width).
         peaks: whether the maximum is read; no kernel for CPUs returns it.
         start_1, start_2: the first head and the position of the first query of this rank; None for 0.
+        near: the number of all keys, if these are only those that some of the queries see by the mask's window.
     """
     if torch.compiler.is_dynamo_compiling():  # It cannot make functions of a text: what it records runs what follows.
-        recorded: Totals = FLEX(query, key, value, captured, text, scale, peaks, start_1, start_2)
+        recorded: Totals = FLEX(query, key, value, captured, text, scale, peaks, start_1, start_2, near)
         return recorded
     mods = mods_of(text, str(query.device))
-    starts = (0, start_1 or 0, start_2 or 0)
+    first_key = max((start_2 or 0) - mods.window[0], 0) if near is not None and mods.window is not None else 0
+    starts = (0, start_1 or 0, start_2 or 0, first_key)
     plain = torch._C._functorch.peek_interpreter_stack() is None
     call = FlexCall(query, key, value, captured, mods, scale, starts, peaks)
     if query.is_cuda and query.dtype in KERNEL_DTYPES and query.numel() and key.numel() and plain:
@@ -103,8 +107,7 @@ def by_products(call: FlexCall) -> Totals:
         scores = query.to(working) @ key.to(working).transpose(-2, -1) * scale
         if scores.numel():
             part = [torch.arange(n, device=query.device) for n in scores.shape]
-            whole_positions = [x + start for x, start in zip(part, starts, strict=False)]
-            positions = *whole_positions, part[3], *part[:3]
+            positions = _whole(part, starts)
             read = _batched(mods.mask, (), captured)(*positions)
             scores = _batched(mods.score, (0,), captured)(scores, *positions).to(working)
             scores = scores.masked_fill(~read, -math.inf)
@@ -153,7 +156,7 @@ def by_kernel(call: FlexCall) -> Totals:
 
 def _whole(positions: Any, starts: Starts) -> Any:
     """Returns the positions in the whole, and those of the part."""
-    return *(x + start for x, start in zip(positions, starts, strict=False)), positions[3], *positions[:3]
+    return *(x + start for x, start in zip(positions, starts, strict=True)), *positions[:3]
 
 
 def _compiled(function: Callable[..., Any], text: str) -> Callable[..., Any]:
@@ -233,7 +236,7 @@ def _blocks(call: FlexCall) -> Any:
 torch.library.define(
     "autotp::flex_attention",
     "(Tensor query, Tensor key, Tensor value, Tensor[] captured, str text, float? scale, bool peaks=False, "
-    "SymInt? start_1=None, SymInt? start_2=None) -> (Tensor, Tensor, Tensor)",
+    "SymInt? start_1=None, SymInt? start_2=None, SymInt? near=None) -> (Tensor, Tensor, Tensor)",
 )
 FLEX = torch.ops.autotp.flex_attention.default
 NAMES = tuple(argument.name for argument in FLEX._schema.arguments)
@@ -297,18 +300,27 @@ def _rule(call: Call) -> Rule:
     )
 
 
+def _reach(call: Call) -> Reach | None:
+    """Returns the window of a mask; None without one, and for queries and keys of different lengths."""
+    window = mods_of(call["text"]).window
+    same_length = Size.of(call["query"].shape[2]) == Size.of(call["key"].shape[2])
+    return Reach(window[0], after=window[1]) if window is not None and same_length else None
+
+
 def _form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     """Returns the call of a part that begins at the start of this rank's heads or queries."""
     arguments = arguments_of(node)
     dims = axes.of(arguments["query"])
     dim = next(d for d in range(len(CUTTABLE)) if touches(dims[d], leaf))
-    start = localize.start_of_part(local, node, dims[dim], leaf)
-    return FLEX, tuple((local.builder.map(arguments) | {f"start_{dim}": start}).values())
+    part = {f"start_{dim}": localize.start_of_part(local, node, dims[dim], leaf)}
+    if arguments["key"].target is nearby:
+        part["near"] = local.size(find(dims[dim]).size)
+    return FLEX, tuple((local.builder.map(arguments) | part).values())
 
 
 def add_operator() -> None:
     """Adds the operator to the tables of the passes."""
-    add_rows({FLEX: Row(_rule, Trait.ATTENTION)})
+    add_rows({FLEX: Row(_rule, Trait.ATTENTION, reach=_reach)})
     localize.FORMS[FLEX] = _form
     erase.FORMS[FLEX] = FLEX, NAMES, ""
     builder.SIZES[FLEX] = flex_attention_like

@@ -12,6 +12,7 @@ a function for each, and says by which position a dimension of a tensor is read,
     options = {'BLOCK_M': 64}     of the kernel, as the call gave them
     blocks = {'BLOCK_SIZE': (64, 64)}     arguments of create_block_mask, as the mask's blocks were made
     masked_by = (0,)                      the places of the tensors that the mask reads
+    window = (3, 0)                       how many keys before and after its own a query reads, if the mask says it
 
 NOTE [Positions of a rank]
 A function has two of each position: that in the whole tensor, and that in this rank's part. `slopes[h]` of a rank that
@@ -40,6 +41,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autotp.errors import Error
+from autotp.integrations.attention_kernels.flex.mask_window import window_of
 from autotp.sharding.axis import Size
 from autotp.source_location import user_line
 
@@ -65,6 +67,7 @@ class Mods:
         options: `kernel_options` of the call.
         blocks: arguments of create_block_mask, for the blocks of each rank.
         masked_by: the places of the tensors that the mask reads.
+        window: the numbers of keys before and after its own that a query reads; None where the mask has no such bound.
         text: the text.
     """
 
@@ -76,6 +79,7 @@ class Mods:
     options: Mapping[str, Any] = field(default_factory=dict)
     blocks: Mapping[str, Any] = field(default_factory=dict)
     masked_by: tuple[int, ...] = ()
+    window: tuple[int, int] | None = None
     text: str = ""
 
     @property
@@ -94,7 +98,7 @@ def mods_of(text: str, device: str = "cpu") -> Mods:
     exec(text, names)
     return Mods(
         score=names["score_mod"], mask=names["mask_mod"], text=text,
-        **{fact: names[fact] for fact in ("dims", "reads", "mask_reads", "options", "blocks", "masked_by")},
+        **{fact: names[fact] for fact in ("dims", "reads", "mask_reads", "options", "blocks", "masked_by", "window")},
     )  # fmt: skip
 
 
@@ -149,6 +153,7 @@ def recorded_mods(
         "options": dict(options or {}),
         "blocks": dict(blocks or {}) if mask_mod else {},
         "masked_by": tuple(i for i in range(len(dims)) if f"captured_{i}" in of_mask),
+        "window": window_of(mask_graph),
     }
     lines = [f"{name} = {value!r}" for name, value in facts.items()]
     count = len(captured.values)

@@ -114,7 +114,7 @@ def _by_functions(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mas
     read = mask_mod or (lambda b, *_: b >= 0)
     mods = Mods(lambda score, b, h, q, k, *_: score_mod(score, b, h, q, k), lambda b, h, q, k, *_: read(b, h, q, k))
     with Indices():
-        return by_products(FlexCall(query, key, value, (), mods, scale, (0, 0, 0)))
+        return by_products(FlexCall(query, key, value, (), mods, scale, (0, 0, 0, 0)))
 
 
 def _tensor(number: Any, query: Tensor) -> Tensor:

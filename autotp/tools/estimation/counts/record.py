@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.costs.operators import Op, Phase, Touch, arithmetic_of, is_free, kind_of, work_of
 from autotp.costs.work import COLLECTIVES, bytes_moved, nested_tensors, without_processes
-from autotp.ops.attention.causal_rows import causal_rows, in_own_memory
+from autotp.ops.attention.causal_rows import causal_rows, in_own_memory, mask_of_pieces
 from autotp.ops.attention.products import attention_weights
 from autotp.ops.attention.zigzag import pieces, zigzag_rows
-from autotp.ops.dropout import fast_attention, fast_dropout
+from autotp.ops.dropout import fast_attention, fast_causal_rows, fast_dropout, fast_zigzag_rows
 from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.rules.registry import is_grouped
 from autotp.tools.estimation.counts.on_meta import call
@@ -236,7 +236,9 @@ FUSED: dict[Any, Callable[..., Tensor]] = {
     fast_dropout: lambda x, p, _: fused_dropout(x, p, True),
     fast_attention: fused_fast_attention,
     causal_rows: fused_causal_rows,
-    zigzag_rows: fused_zigzag_rows,
+    zigzag_rows: lambda *arguments: fused_zigzag_rows(*arguments[:7]),
+    fast_causal_rows: lambda *arguments: fused_causal_rows(*arguments[:6]),
+    fast_zigzag_rows: lambda *arguments: fused_zigzag_rows(*arguments[:7]),
     aten.scaled_dot_product_attention.default: fused_attention,
 }
 """An operator of a graph -> what a GPU runs for it."""
@@ -268,9 +270,25 @@ def cpu_fast_attention(*arguments: Any) -> Tensor:
     return fused_dropout(weights, p, True) @ value
 
 
+def cpu_fast_causal_rows(query: Tensor, key: Tensor, value: Tensor, start: int, *settings: Any) -> Tensor:
+    """Returns causal attention of a rank's queries with dropout by products; arguments as for `fast_causal_rows`."""
+    scale, enable_gqa, p, rank = settings
+    mask = mask_of_pieces(key, [(start, start + query.shape[-2])])
+    return cpu_fast_attention(query, key, value, mask, p, False, scale, enable_gqa, rank)
+
+
+def cpu_fast_zigzag_rows(query: Tensor, key: Tensor, value: Tensor, parts: int, place: int, *settings: Any) -> Tensor:
+    """Returns the same for both pieces of a rank's queries; arguments as for `fast_zigzag_rows`."""
+    scale, enable_gqa, p, rank = settings
+    mask = mask_of_pieces(key, pieces(key.shape[-2], parts, place))
+    return cpu_fast_attention(query, key, value, mask, p, False, scale, enable_gqa, rank)
+
+
 ON_CPU: dict[Any, Callable[..., Tensor]] = {
     fast_dropout: lambda x, p, _: fused_dropout(x, p, True),
     fast_attention: cpu_fast_attention,
+    fast_causal_rows: cpu_fast_causal_rows,
+    fast_zigzag_rows: cpu_fast_zigzag_rows,
     aten.scaled_dot_product_attention.default: cpu_attention,
 }
 """An operator of a graph -> what a CPU runs for it."""

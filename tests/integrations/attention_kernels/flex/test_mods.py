@@ -78,7 +78,7 @@ def test_products_and_torch_s_kernel_compute_a_text(name: str, monkeypatch: pyte
         for heads, queries in ((slice(0, 4), slice(0, 6)), (slice(2, 4), slice(3, 6))):
             mods, part = part_of(text, captured, heads, queries)
             tensors = QUERY[:, heads, queries], KEY[:, heads], VALUE[:, heads]
-            arguments: Any = (*tensors, part, mods, None, (0, heads.start, queries.start))
+            arguments: Any = (*tensors, part, mods, None, (0, heads.start, queries.start, 0))
             for got in (ours.by_products(ours.FlexCall(*arguments)), ours.by_kernel(ours.FlexCall(*arguments))):
                 for x, y in zip(got, expected, strict=False):
                     torch.testing.assert_close(x, y[:, heads, queries])
@@ -94,7 +94,7 @@ def test_the_kernel_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "_compiled", lambda function, _: kernel)
     for options in ({"BLOCK_M": 64, "BACKEND": "TRITON"}, None):
         text, captured = recorded_mods(lambda score, *_: score, None, QUERY, options)
-        ours.by_kernel(ours.FlexCall(QUERY, KEY, VALUE, captured, mods_of(text), None, (0, 0, 0)))
+        ours.by_kernel(ours.FlexCall(QUERY, KEY, VALUE, captured, mods_of(text), None, (0, 0, 0, 0)))
         assert calls[-1]["kernel_options"] == options
 
 
@@ -125,7 +125,7 @@ PRODUCTS = ours.by_products
 
 def call_of(mask_mod: Any, score_mod: Any = None, blocks: Any = None) -> ours.FlexCall:
     text, captured = recorded_mods(score_mod or (lambda score, *_: score), mask_mod, QUERY, None, blocks)
-    return ours.FlexCall(QUERY, KEY, VALUE, captured, mods_of(text), None, (0, 0, 0))
+    return ours.FlexCall(QUERY, KEY, VALUE, captured, mods_of(text), None, (0, 0, 0, 0))
 
 
 def test_layers_with_one_mask_share_its_blocks(by_torchs_kernel: list[Any]) -> None:
@@ -219,7 +219,7 @@ def test_gradients_of_products_are_those_of_autograd() -> None:
     def attended(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Any:
         score: Callable[..., Any] = lambda score, b, h, q, k: score + slopes[h] * (k - q)  # noqa: E731
         text, captured = recorded_mods(score, causal, query)
-        return ours.by_products(ours.FlexCall(query, key, value, captured, mods_of(text), None, (0, 0, 0)))[:2]
+        return ours.by_products(ours.FlexCall(query, key, value, captured, mods_of(text), None, (0, 0, 0, 0)))[:2]
 
     assert torch.autograd.gradcheck(attended, leaves, fast_mode=True)
 
@@ -227,7 +227,7 @@ def test_gradients_of_products_are_those_of_autograd() -> None:
 def test_a_query_without_keys_has_zeros_and_no_gradient() -> None:
     query = QUERY.clone().requires_grad_()
     text, captured = recorded_mods(lambda score, *_: score, lambda b, h, q, k: q > k, QUERY)
-    out, totals, peaks = ours.by_products(ours.FlexCall(query, KEY, VALUE, captured, mods_of(text), None, (0, 0, 0)))
+    out, totals, peaks = ours.by_products(ours.FlexCall(query, KEY, VALUE, captured, mods_of(text), None, (0, 0, 0, 0)))
     assert not out[:, :, 0].any() and totals[:, :, 0].isneginf().all() and peaks[:, :, 0].isneginf().all()
     (out.sum() + totals[:, :, 1:].sum()).backward()
     assert query.grad is not None and query.grad.isfinite().all() and not query.grad[:, :, 0].any()

@@ -25,7 +25,7 @@ import autotp
 from autotp.compiler import analyse
 from autotp.diagnostics.verify import compare_calls
 from autotp.ops import collectives
-from autotp.ops.attention.documents import first_keys
+from autotp.ops.attention.documents import keys_seen
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.plan.sequence import halos
@@ -38,11 +38,14 @@ WIDTH, HEAD, KEYS = 16, 4, 2
 
 
 class Attention(nn.Module):
-    """Two layers of causal attention by a kernel: rows [batch seq width], or packed [tokens width]."""
+    """Two layers of attention by a kernel: rows [batch seq width], or packed [tokens width].
 
-    def __init__(self, window: int = -1, kernel: str = "flash", more: str = "", chunk: int = 0) -> None:
+    With `after` it is not causal: a query reads so many keys after its own position, all with -1.
+    """
+
+    def __init__(self, window: int = -1, kernel: str = "flash", more: str = "", chunk: int = 0, after: int = 0) -> None:
         super().__init__()
-        self.window, self.kernel, self.more, self.chunk = window, kernel, more, chunk
+        self.window, self.kernel, self.more, self.chunk, self.after = window, kernel, more, chunk, after
         self.q, self.o = (nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)) for _ in range(2))
         self.k, self.v = (nn.ModuleList(nn.Linear(WIDTH, KEYS * HEAD) for _ in range(2)) for _ in range(2))
         self.by_head = nn.Parameter(torch.linspace(0.1, 0.9, WIDTH // HEAD), requires_grad=more != "slopes")
@@ -55,7 +58,7 @@ class Attention(nn.Module):
     def attended(self, q: Tensor, k: Tensor, v: Tensor, ends: tuple[Any, ...]) -> Tensor:
         if self.kernel == "varlen":
             cut, longest = ends
-            return varlen_attn(q, k, v, cut, cut, longest, longest, window_size=(self.window, 0), enable_gqa=True)  # type: ignore[return-value]
+            return varlen_attn(q, k, v, cut, cut, longest, longest, window_size=(self.window, self.after), enable_gqa=True)  # type: ignore[return-value]
         if self.kernel == "masked":
             back = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -65,7 +68,7 @@ class Attention(nn.Module):
         named["chunks"] = {"attention_chunk": self.chunk}
         packages: dict[str, Any] = {"sinks": flash_attn.cute, "chunks": flash_attn_interface}
         package = packages.get(self.more, flash_attn)
-        settings = {"causal": True, "window_size": (self.window, 0), **named.get(self.more, {})}
+        settings = {"causal": not self.after, "window_size": (self.window, self.after), **named.get(self.more, {})}
         lengths = [n for n in ends for _ in range(2)]  # Of queries, and of keys.
         function = package.flash_attn_varlen_func if ends else package.flash_attn_func
         result = function(q, k, v, *lengths, **settings)
@@ -99,10 +102,21 @@ CASES: dict[str, tuple[Attention, list[tuple[Any, ...]]]] = {
     "packed sinks": (Attention(5, more="sinks"), [documents(lengths) for lengths in LENGTHS[:3]]),
     "varlen": (Attention(kernel="varlen"), [documents(lengths) for lengths in LENGTHS]),
     "varlen window": (Attention(4, "varlen"), [documents(lengths) for lengths in LENGTHS]),
+    "both sides": (Attention(3, after=2), [rows(), rows(7), rows(3, 3), rows(24)]),
+    "both sides, longer than a part": (Attention(2, after=9), [rows(), rows(24), rows(7)]),
+    "after": (Attention(0, after=4), [rows(), rows(9)]),
+    "slopes on both sides": (Attention(4, more="slopes", after=3), [rows(), rows(9)]),
+    "packed, both sides": (Attention(3, after=4), [documents(lengths) for lengths in LENGTHS]),
+    "packed sinks on both sides": (
+        Attention(4, more="sinks", after=4), [documents(lengths) for lengths in LENGTHS[:3]],
+    ),
+    "whole documents": (Attention(after=-1), [documents(lengths) for lengths in LENGTHS]),
+    "varlen, both sides": (Attention(2, "varlen", after=3), [documents(lengths) for lengths in LENGTHS]),
+    "varlen, whole documents": (Attention(-1, "varlen", after=-1), [documents(lengths) for lengths in LENGTHS]),
 }
 
 
-def seen_of_others(batch: tuple[Any, ...], window: int, n: int, chunk: int = 0) -> int:
+def seen_of_others(batch: tuple[Any, ...], window: int, n: int, chunk: int = 0, after: int = 0) -> int:
     """The keys of other ranks that some query of a rank sees, of all ranks together, by looking at each pair.
 
     Of the chunks of rows a rank reads the whole beginning of its first one, with a window, too; of packed documents
@@ -113,7 +127,7 @@ def seen_of_others(batch: tuple[Any, ...], window: int, n: int, chunk: int = 0) 
     if len(batch) > 1:
         document = torch.repeat_interleave(torch.arange(len(batch[1]) - 1), batch[1].diff().long())
     back = torch.arange(tokens)[:, None] - torch.arange(tokens)
-    seen = (back >= 0) & (document[:, None] == document)
+    seen = ((back >= -after) | (after < 0)) & (document[:, None] == document)
     if chunk and len(batch) == 1:
         seen &= torch.arange(tokens)[:, None] // chunk == torch.arange(tokens) // chunk
     seen &= (back <= window) | (window < 0) | (chunk > 0)
@@ -177,7 +191,7 @@ def each_case_equals_one_device_and_sends_the_keys_that_are_seen(rank: int, n: i
             count = (
                 2
                 * 2
-                * seen_of_others(batch, model.window, n, model.chunk)
+                * seen_of_others(batch, model.window, n, model.chunk, model.after)
                 * KEYS
                 * HEAD
                 * (1 if len(batch) > 1 else len(batch[0]))
@@ -214,42 +228,42 @@ def tp_and_cp_together_equal_one_device(rank: int, n: int) -> None:
 # ---- the conjugate
 
 
-def meaning(whole: Tensor, dim: int, keys: tuple[int, ...], n: int) -> list[Tensor]:
-    """What each rank gets: its part, and the positions from its first key on."""
-    bounds = (chunk_bounds(whole.shape[dim], n, rank) for rank in range(n))
-    return [whole.narrow(dim, key, stop - key) for key, (_, stop) in zip(keys, bounds, strict=True)]
+def meaning(whole: Tensor, dim: int, keys: tuple[tuple[int, int], ...]) -> list[Tensor]:
+    """What each rank gets: its part, and the positions around it that it reads."""
+    return [whole.narrow(dim, first, stop - first) for first, stop in keys]
 
 
 @checks.on(2, 4)
 def a_halo_is_what_it_means_and_so_is_its_gradient(rank: int, n: int) -> None:
     """On each dimension, in any order in memory, of parts that are empty or shorter than the halo; also of bytes."""
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    for dim, size, before, ends in [
-        (0, 12, 2, None), (1, 7, 5, None), (2, 3, 1, None), (-1, 9, 0, None), (1, 2, 1, None),
-        (1, 10, 9, [0, 3, 3, 8, 10]),
+    for dim, size, before, ends, after in [
+        (0, 12, 2, None, 0), (1, 7, 5, None, 0), (2, 3, 1, None, 0), (-1, 9, 0, None, 0), (1, 2, 1, None, 0),
+        (1, 10, 9, [0, 3, 3, 8, 10], 0), (0, 12, 2, None, 1), (1, 7, 5, None, 6), (2, 3, 0, None, 1),
+        (1, 10, 9, [0, 3, 3, 8, 10], 9), (1, 10, 1, [0, 3, 3, 8, 10], 3), (1, 2, 1, None, 2),
     ]:  # fmt: skip
         shape = [size if d == dim % 3 else 2 + d for d in range(3)]
         generator = torch.Generator().manual_seed(0)
         cut = None if ends is None else torch.tensor(ends, dtype=torch.int32)
-        keys, (start, stop) = first_keys(size, n, before, ends), chunk_bounds(size, n, rank)
+        keys, (start, stop) = keys_seen(size, n, before, ends, after=after), chunk_bounds(size, n, rank)
         for dtype in (torch.float64, torch.bfloat16, torch.complex64, torch.int16):
             whole = torch.randint(-4, 5, shape, generator=generator).to(dtype)
             part = whole.narrow(dim, start, stop - start).transpose(0, 2).contiguous().transpose(0, 2)
             part.requires_grad_(dtype != torch.int16)
-            got = collectives.halo(part, group, dim, size, before, cut)
-            torch.testing.assert_close(got, meaning(whole, dim, keys, n)[rank])
+            got = collectives.halo(part, group, dim, size, before, cut, 0, after)
+            torch.testing.assert_close(got, meaning(whole, dim, keys)[rank])
             if dtype == torch.int16:
                 continue
             weights = [
-                torch.randint(-4, 5, x.shape, generator=generator).to(dtype) for x in meaning(whole, dim, keys, n)
+                torch.randint(-4, 5, x.shape, generator=generator).to(dtype) for x in meaning(whole, dim, keys)
             ]
             leaf = whole.clone().requires_grad_()
-            sum((x * w).sum() for x, w in zip(meaning(leaf, dim, keys, n), weights, strict=True)).abs().backward()  # type: ignore[union-attr]
+            sum((x * w).sum() for x, w in zip(meaning(leaf, dim, keys), weights, strict=True)).abs().backward()  # type: ignore[union-attr]
             total = torch.autograd.grad(got, part, torch.zeros_like(got))[0]
             assert total.shape == part.shape
             if dtype == torch.float64:
                 (gradient,) = torch.autograd.grad(got, part, weights[rank], create_graph=True)
-                expected = torch.autograd.grad(meaning(leaf, dim, keys, n), leaf, weights)[0]
+                expected = torch.autograd.grad(meaning(leaf, dim, keys), leaf, weights)[0]
                 torch.testing.assert_close(gradient, expected.narrow(dim, start, stop - start))
 
 
@@ -329,7 +343,7 @@ def other_documents_of_keys_are_an_error_on_each_rank(rank: int, n: int) -> None
     )
     assert torch.isfinite(model(x, ends, ends.clone(), longest)).all()
     text = message(model, x, ends, torch.tensor([0, 5, 9, 20], dtype=torch.int32), longest)
-    assert "queries and keys of causal packed attention have other documents" in text
+    assert "queries and keys of packed attention have other documents" in text
     assert "[0, 6, 9, 20]" in text and "[0, 5, 9, 20]" in text and 'cp_attention="heads"' in text
 
 
@@ -484,20 +498,19 @@ def test_auto_compares_an_exchange_of_heads_with_the_keys_that_queries_see() -> 
     assert bool(called(longer, collectives.halo)) != bool(called(longer, collectives.all_to_all))
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (2, 1)], ids=str)
-def test_keys_after_a_query_are_gathered(window: tuple[int, int]) -> None:
-    class Both(Attention):
-        def attended(self, q: Tensor, k: Tensor, v: Tensor, ends: tuple[Any, ...]) -> Tensor:
-            return varlen_attn(q, k, v, ends[0], ends[0], *ends[1:] * 2, window_size=window, enable_gqa=True)  # type: ignore[return-value]
-
-    assert not called(program(Both(), documents([6, 3, 11])).graph, collectives.halo)
+@pytest.mark.parametrize("window", [(-1, 1), (2, -1)], ids=str)
+def test_keys_without_a_bound_are_gathered(window: tuple[int, int]) -> None:
+    assert not called(program(Attention(window[0], after=window[1]), rows()).graph, collectives.halo)
+    model = Attention(window[0], "varlen", after=window[1])
+    has_bound = window[1] >= 0  # A document bounds what is before a query.
+    assert bool(called(program(model, documents([6, 3, 11])).graph, collectives.halo)) == has_bound
 
 
 def halo_with(graph: fx.Graph, **places: Any) -> None:
     """Gives the first halo other arguments."""
     node, names = (
         called(graph, collectives.halo)[0],
-        {"axis": 1, "dim": 2, "size": 3, "before": 4, "ends": 5, "chunk": 6},
+        {"axis": 1, "dim": 2, "size": 3, "before": 4, "ends": 5, "chunk": 6, "after": 7},
     )
     for name, value in places.items():
         node.update_arg(names[name], value)
@@ -519,6 +532,7 @@ FAULTS: dict[str, Callable[[fx.Graph], Any]] = {
     "another size": lambda graph: halo_with(graph, size=12),
     "another axis": lambda graph: halo_with(graph, axis="dp"),
     "chunks": lambda graph: halo_with(graph, chunk=4),
+    "keys after": lambda graph: halo_with(graph, after=1),
     "no documents": lambda graph: halo_with(graph, ends=None),
     "another reader": lambda graph: read_by(graph, torch.ops.aten.neg.default),
     "no halo": lambda graph: called(graph, collectives.halo)[0].replace_all_uses_with(
@@ -547,7 +561,7 @@ def test_check_refuses_another_halo(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_check_refuses_a_plan_that_reads_fewer_keys_than_queries_see(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan and the rank's graph agree, and attention says that its window is longer."""
     model, (batch, *_) = CASES["packed window"]
-    monkeypatch.setattr(halos._Halos, "_before", lambda self, node, reach: 3)
+    monkeypatch.setattr(halos._Halos, "_around", lambda self, node, reach: (3, 0))
     with pytest.raises(autotp.Error, match="reads `halo`"):
         program(model, batch)
 

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from autotp.ops.placement_moves import apart
 from autotp.passes.lower.dce import dce
-from autotp.passes.plan.sequence.causal_masks import causal_masks
 from autotp.passes.plan.sequence.separate_keys import Separated, joined_again, separate_keys
 
 
@@ -37,7 +36,7 @@ class Attention(nn.Module):
 def separated(model: nn.Module, *given: Tensor) -> tuple[Any, Separated]:
     torch.manual_seed(0)
     _, graph = canonical(model, *given)
-    before = dce(causal_masks(graph))
+    before = dce(graph)
     return before, separate_keys(before)
 
 

@@ -3,8 +3,8 @@
     Before: scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
     After:  m = le(arange(t), unsqueeze(arange(s), 1)); scaled_dot_product_attention(q, k, v, m, dropout_p=0.1)
 
-A rank that has some of the queries reads their rows of the mask, so it needs no positions of its own. Attention without
-dropout has a parallel form that needs no mask (`causal_rows`).
+Halves of a batch of one row read their rows of the mask, so they need no positions of their own. Over ranks attention
+has parallel forms that need no mask (`causal_rows`, `fast_causal_rows`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from graphs import canonical, draft, expect_same, lines, ops, some
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from autotp.passes.plan.sequence.causal_masks import causal_masks
+from autotp.experimental.batch_halves.causal_masks import causal_masks
 
 aten = torch.ops.aten
 

@@ -1,0 +1,153 @@
+"""mask_window: a mask of flex_attention that bounds the distance of keys is a halo over cp, and others are gathered."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Checks
+from torch import Tensor, fx, nn
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention, or_masks
+
+import autotp
+from autotp.compiler import analyse
+from autotp.diagnostics.verify import compare_calls
+from autotp.integrations.attention_kernels.flex.flex_attention import FLEX
+from autotp.integrations.attention_kernels.flex.mods import mods_of, recorded_mods
+from autotp.integrations.attention_kernels.flex.recorded import flex_without_kernels
+from autotp.ops import collectives
+from autotp.options import Options
+from autotp.passes.capture.skeleton import skeleton_of
+from autotp.sharding.partition import chunk_bounds
+
+checks = Checks()
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def same_document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return DOCUMENTS[b, q] == DOCUMENTS[b, k]
+
+
+def within(before: int, after: int) -> Mask:
+    return lambda b, h, q, k: (q - k <= before) & (k <= q + after)
+
+
+MASKS: dict[str, tuple[Mask, tuple[int, int] | None]] = {
+    "both sides": (within(3, 2), (3, 2)),
+    "absolute": (lambda b, h, q, k: (q - k).abs() <= 4, (4, 4)),
+    "absolute, smaller": (lambda b, h, q, k: (k - q).abs() < 4, (3, 3)),
+    "causal window": (and_masks(causal, lambda b, h, q, k: q - k < 3), (2, 0)),
+    "window of numbers alone": (lambda b, h, q, k: (2 >= q - k) & (-1 < q - k), (2, 0)),
+    "positions with an offset": (lambda b, h, q, k: ((q + 5) - k <= 7) & (k - 1 < q), (2, 0)),
+    "the same key": (lambda b, h, q, k: q == k, (0, 0)),
+    "only later keys": (lambda b, h, q, k: (k - q >= 1) & (k - q <= 3), (0, 3)),
+    "documents and a window": (and_masks(same_document, within(2, 1)), (2, 1)),
+    "one of two windows": (or_masks(within(1, 3), within(4, 0)), (4, 3)),
+    "a window by head": (lambda b, h, q, k: ((q - k).abs() < 3) & ((q - k).abs() < h + 1), (2, 2)),
+    "causal": (causal, None),
+    "documents": (same_document, None),
+    "a window or a prefix": (or_masks(within(1, 1), lambda b, h, q, k: k < 2), None),
+    "not in a window": (lambda b, h, q, k: ~((q - k).abs() < 3), None),
+    "by twos": (lambda b, h, q, k: (2 * q - k).abs() < 3, None),
+    "of a remainder": (lambda b, h, q, k: (q % 4 - k % 4).abs() < 3, None),
+    "a sum of positions": (lambda b, h, q, k: (q + k < 9) & (q - k < 2), None),
+    "positions of one alone": (lambda b, h, q, k: (q < 4) & (k < 4), None),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_window_of_a_mask(name: str) -> None:
+    mask, window = MASKS[name]
+    queries = torch.zeros(1, 2, 8, 4)
+    assert mods_of(recorded_mods(lambda score, *_: score, mask, queries).text).window == window
+    if window is not None:  # Nothing that a query reads is outside.
+        places = torch.meshgrid(*(torch.arange(n) for n in (1, 2, 8, 8)), indexing="ij")
+        distance = (places[3] - places[2])[mask(*places)]
+        assert distance.min() >= -window[0] and distance.max() <= window[1]
+
+
+class Windowed(nn.Module):
+    """Attention of 4 heads, two to a group, with a bias by distance. x: [batch seq 12]"""
+
+    def __init__(self, mask: Mask) -> None:
+        super().__init__()
+        self.mask, self.qkv, self.out = mask, nn.Linear(12, 24), nn.Linear(12, 12)
+        self.slopes = nn.Parameter(torch.linspace(0.1, 0.4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 3)).transpose(1, 2) for part in self.qkv(x).split([12, 6, 6], -1))
+        mask = create_block_mask(self.mask, None, None, x.shape[1], x.shape[1], device=x.device)
+        bias = lambda score, b, h, q, k: score - self.slopes[h] * (q - k).abs()  # noqa: E731
+        return self.out(flex_attention(q, k, v, bias, mask, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+def inputs(length: int) -> Tensor:
+    return torch.randn(2, length, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+
+
+SENT = [("both sides", 3, 2), ("absolute", 4, 4), ("causal window", 2, 0), ("only later keys", 0, 3)]
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 3), (2, 2)])
+@pytest.mark.parametrize("name", [name for name, *_ in SENT])
+def test_a_window_reads_halos_and_verify_agrees(name: str, tp: int, cp: int) -> None:
+    model, options = Windowed(MASKS[name][0]).double(), Options(cp=cp, cp_attention="gather")
+    report = compare_calls(copy.deepcopy(model), ((inputs(13),), {}), tp, options)
+    assert report.ok, report
+    assert "1 read the keys and values that queries see" in str(report.plan), str(report.plan)
+    graph: fx.Graph = analyse(skeleton_of(model), (inputs(13),), {}, tp, options).graph
+    assert len(list(graph.find_nodes(op="call_function", target=collectives.halo))) == 2
+    (node,) = graph.find_nodes(op="call_function", target=FLEX)
+    assert node.args[-1] is not None
+
+
+@checks.on(2, 4)
+def ranks_equal_one_device_and_get_the_keys_that_they_see(rank: int, n: int) -> None:
+    """Outputs, gradients, and the numbers that are sent; at the captured length and at others."""
+    for name, before, after in SENT:
+        plain = Windowed(MASKS[name][0]).double()
+        parallel = autotp.parallelize(
+            copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=inputs(13)
+        )
+        for length in (13, 24, 7, 3):
+            sent, run = list[int](), collectives.communicate
+
+            def communicate(kind: str, x: Tensor, *rest: Any, sent: list[int] = sent, run: Any = run) -> Tensor:
+                sent.extend([sum(rest[1])] if kind == "all_to_all_single" else [])
+                result: Tensor = run(kind, x, *rest)
+                return result
+
+            x = inputs(length)
+            with flex_without_kernels():
+                outputs = [plain(x)]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(collectives, "communicate", communicate)
+                outputs.append(parallel(x))
+            torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-10, atol=1e-10)
+            for output in outputs:
+                output.square().sum().backward()
+            for p, q in zip(plain.parameters(), parallel.parameters(), strict=True):
+                torch.testing.assert_close(q.grad, p.grad, rtol=1e-10, atol=1e-10)
+            plain.zero_grad()
+            parallel.zero_grad()
+            keys = 0
+            for start, stop in (chunk_bounds(length, n, r) for r in range(n)):
+                around = max(start - before, 0), min(stop + after, length)
+                keys += around[1] - around[0] - (stop - start) if stop > start else 0
+            total = torch.tensor(sum(sent))
+            dist.all_reduce(total)
+            assert int(total) == 2 * keys * 2 * 6, (name, length)  # Keys and values of 2 rows, of 6 numbers each.
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
