@@ -58,7 +58,9 @@ class Attention(nn.Module):
     def attended(self, q: Tensor, k: Tensor, v: Tensor, ends: tuple[Any, ...]) -> Tensor:
         if self.kernel == "varlen":
             cut, longest = ends
-            return varlen_attn(q, k, v, cut, cut, longest, longest, window_size=(self.window, self.after), enable_gqa=True)  # type: ignore[return-value]
+            return varlen_attn(
+                q, k, v, cut, cut, longest, longest, window_size=(self.window, self.after), enable_gqa=True
+            )  # type: ignore[return-value]
         if self.kernel == "masked":
             back = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -108,7 +110,8 @@ CASES: dict[str, tuple[Attention, list[tuple[Any, ...]]]] = {
     "slopes on both sides": (Attention(4, more="slopes", after=3), [rows(), rows(9)]),
     "packed, both sides": (Attention(3, after=4), [documents(lengths) for lengths in LENGTHS]),
     "packed sinks on both sides": (
-        Attention(4, more="sinks", after=4), [documents(lengths) for lengths in LENGTHS[:3]],
+        Attention(4, more="sinks", after=4),
+        [documents(lengths) for lengths in LENGTHS[:3]],
     ),
     "whole documents": (Attention(after=-1), [documents(lengths) for lengths in LENGTHS]),
     "varlen, both sides": (Attention(2, "varlen", after=3), [documents(lengths) for lengths in LENGTHS]),
@@ -254,9 +257,7 @@ def a_halo_is_what_it_means_and_so_is_its_gradient(rank: int, n: int) -> None:
             torch.testing.assert_close(got, meaning(whole, dim, keys)[rank])
             if dtype == torch.int16:
                 continue
-            weights = [
-                torch.randint(-4, 5, x.shape, generator=generator).to(dtype) for x in meaning(whole, dim, keys)
-            ]
+            weights = [torch.randint(-4, 5, x.shape, generator=generator).to(dtype) for x in meaning(whole, dim, keys)]
             leaf = whole.clone().requires_grad_()
             sum((x * w).sum() for x, w in zip(meaning(leaf, dim, keys), weights, strict=True)).abs().backward()  # type: ignore[union-attr]
             total = torch.autograd.grad(got, part, torch.zeros_like(got))[0]
