@@ -171,3 +171,10 @@ def test_each_implementation_is_cut_by_heads(implementation: str) -> None:
         report = autotp.verify(built(implementation), tp=2, example_inputs=batch)
     assert report.ok, report
     assert "QKV -> attention" in str(report.plan) and "no rule" not in str(report.plan)
+
+
+def test_halves_of_a_batch_equal_one_device() -> None:
+    with kernel_packages.usable_in_transformers():
+        batch = {"input_ids": tokens(4, 9), "labels": tokens(4, 9)}
+        report = autotp.verify(built(VERSIONS[0]), tp=2, example_inputs=batch, overlap="batch")
+    assert report.ok and "compute in halves" in str(report.plan), report
