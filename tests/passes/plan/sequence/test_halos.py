@@ -413,6 +413,31 @@ def on_a_card_each_call_sends_what_is_seen_and_the_host_waits_once(rank: int, n:
 
 
 @on_cards.on(2)
+def on_a_card_windows_to_both_sides_and_whole_documents_equal_one_device(rank: int, n: int) -> None:
+    """Outputs and gradients by the stand-in for the kernel, and what is sent."""
+    for plain in (Attention(3, after=4).bfloat16(), Attention(after=-1).bfloat16()):
+        x, *rest = documents(LENGTHS[0])
+        parallel = autotp.parallelize(
+            copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=(x.bfloat16(), *rest)
+        )
+        for lengths in LENGTHS[:4]:
+            x, ends, longest = documents(lengths)
+            with counted() as sent:
+                output = parallel(x.bfloat16().cuda(), ends.cuda(), longest)
+            keys = seen_of_others((x, ends), plain.window, n, 0, plain.after)
+            assert of_all_ranks(sum(sent)) == 2 * 2 * keys * KEYS * HEAD, lengths
+            expected = plain(x.bfloat16(), ends, longest)
+            torch.testing.assert_close(output.cpu(), expected, rtol=0.05, atol=0.05)
+            for result in (output, expected):
+                result.float().sum().backward()
+        for p, q in zip(plain.parameters(), parallel.parameters(), strict=True):
+            if p.requires_grad and p.grad is not None:
+                # Sums over all tokens, of 8 bits each; the bias of keys has no gradient but what is rounded.
+                atol = max(0.05, float(0.05 * p.grad.float().abs().max()))
+                torch.testing.assert_close(q.grad.cpu().float(), p.grad.float(), rtol=0.05, atol=atol)
+
+
+@on_cards.on(2)
 def on_a_card_documents_of_one_rank_are_one_error_on_each(rank: int, n: int) -> None:
     """Also late, where ranks no longer compare other inputs; then all go on. Sizes that differ would hang NCCL."""
     device = f"cuda:{rank}"
