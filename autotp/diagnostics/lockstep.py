@@ -236,7 +236,7 @@ def conjugate(name: str) -> Callable[..., Ranks]:
 
 
 def _halo(*xs: Tensor, rest: tuple[Any, ...]) -> Ranks:
-    """Runs `halo(x, axis, dim, size, before, ends, chunk, after)`; autograd adds the gradients of what several ranks read."""
+    """Runs `halo(x, axis, dim, size, before, ends, chunk, after)`; autograd adds gradients of what ranks share."""
     dim, size, before, ends, chunk, after = rest
     dim, sequence = dim % xs[0].dim(), torch.cat(xs, dim)
     keys = keys_seen(size, len(xs), before, known_documents(ends, size), chunk, after)

@@ -26,9 +26,7 @@ from autotp.sharding.axis import Axis, find
 from autotp.source_location import line_of
 
 MOVES = (zigzag, in_order)
-IN_ORDER: dict[Any, tuple[Any, dict[str, Any]]] = {
-    zigzag_rows: (SDPA, {"attn_mask": None, "is_causal": True})
-}
+IN_ORDER: dict[Any, tuple[Any, dict[str, Any]]] = {zigzag_rows: (SDPA, {"attn_mask": None, "is_causal": True})}
 """Attention of queries in the order of `zigzag` -> the operator of the model, and its arguments that say the same."""
 Order = Axis | None
 """The sequence in whose order of `zigzag` a value is; None: the model's order."""

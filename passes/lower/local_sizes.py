@@ -15,12 +15,12 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.ops import collectives
+from autotp.ops.attention.documents import keys_seen
 from autotp.passes.builder import Builder, evaluated
 from autotp.rules.call import outputs_of
 from autotp.sharding.axis import ONE, Axis, Size, find, touches
 from autotp.sharding.grid import positions_of_part
 from autotp.sharding.layout import ranges
-from autotp.ops.attention.documents import keys_seen
 from autotp.sharding.partition import chunk_bounds, chunk_size, chunk_start, chunk_stop
 from autotp.source_location import line_of
 

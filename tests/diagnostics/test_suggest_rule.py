@@ -108,6 +108,35 @@ def test_an_operator_without_a_rule_is_listed_with_what_proposes_one() -> None:
     assert "autotp.suggest_rule" in str(plan)
 
 
+def test_an_operator_of_triton_is_cut_by_its_rule(registry: None) -> None:
+    """`triton_op`, whose body calls a kernel by `wrap_triton` on a GPU; here it is plain torch. With gradients."""
+    name = f"triton_stand_in::gated{next(NUMBERS)}"
+
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return nn.functional.silu(gate) * up
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        gate, up = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        with torch.enable_grad():
+            return torch.autograd.grad(gated(gate, up), (gate, up), gradient)
+
+    op: Any = torch.library.triton_op(name, gated, mutates_args={})
+    op.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+    autotp.rule(getattr(torch.ops.triton_stand_in, name.partition("::")[2]), "* h, * h -> * h")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.down(op(self.gate(x), self.up(x)))
+            return result
+
+    report = autotp.verify(Model().double(), 3, example_inputs=torch.rand(5, 3, 4).double())
+    assert report.ok and {"gate.weight", "up.weight", "down.weight"} <= set(report.plan.cut), report
+
+
 def test_a_reference_runs_where_an_operator_has_no_kernel_for_cpus(registry: None) -> None:
     """A second one takes the place of the first, as in a notebook; a kernel of the operator's own stays."""
     name = f"kernels{next(NUMBERS)}"

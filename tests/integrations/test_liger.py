@@ -65,7 +65,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_formula_computes_what_the_function_computes(name: str) -> None:
-    """With its gradients; and Triton, which no CPU runs, is not called: neither forward nor backward of the function."""
+    """With its gradients; and Triton, which no CPU runs, is not called, neither forward nor backward."""
     plain = MODELS[name].double()
     parallel = autotp.parallelize(copy.deepcopy(plain), tp=1, example_inputs=tokens_of(0))
     plain.zero_grad()

@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from autotp.errors import Error
+from autotp.experimental.batch_halves.causal_masks import causal_masks
 from autotp.experimental.batch_halves.halves import halves, joined
 from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter
 from autotp.ops.placement_moves import apart, first
@@ -41,7 +42,6 @@ from autotp.passes.lower.local_sizes import Target
 from autotp.passes.lower.lower import lower
 from autotp.passes.plan.infer_axes import Axes, Factor
 from autotp.passes.plan.propagate import needs_grad
-from autotp.experimental.batch_halves.causal_masks import causal_masks
 from autotp.passes.plan.sequence.context_parallel import CutSequences, context_parallel, cut_sequences
 from autotp.passes.plan.sequence.separate_keys import joined_again
 from autotp.passes.program.planned import decoupled

@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor
 
 from autotp.errors import Error
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention
-from autotp.integrations.attention_kernels.packed_rows import of_rows, read_by_part
+from autotp.integrations.attention_kernels.packed_rows import first_rows, read_by_part
 from autotp.integrations.attention_kernels.padded_rows import attention_of_rows
 from autotp.integrations.attention_kernels.reference import REFERENCE, attention_in_one_row
 from autotp.ops.attention.documents import expect_no_longer
@@ -98,8 +98,9 @@ def _attention_kernel(
     expect_no_longer(key_ends, longest_key)
     if start is not None:
         *operands, rows = read_by_part(query, key, value, query_ends, key_ends, after, start, near)
-        rest = longest_query, longest_key, scale, before, after, softcap, dropout_p, function, settings
-        return of_rows(*KERNEL(*operands, slopes, sinks, *rest), rows)
+        how = longest_query, longest_key, scale, before, after, softcap, dropout_p, function, settings
+        output, totals = KERNEL(*operands, slopes, sinks, *how)
+        return first_rows(output, totals, rows)
     traced, window = isinstance(query, FakeTensor) or query.is_meta, (before, after, chunk_of(settings))
     if query_ends is not None and key_ends is not None and query_ends.dim() == 2:
         if traced:

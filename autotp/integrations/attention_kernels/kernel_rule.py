@@ -4,7 +4,8 @@
     with padding   and the masks b s, b t
     packed rows    s h d, t h d, t h e, documents, documents -> s h e, h s
 
-A part of the queries reads all keys, or those up to its own position, or of a window around it. With dropout each rank draws a mask of its own.
+A part of the queries reads all keys, or those up to its own position, or of a window around it. With dropout each rank
+draws a mask of its own.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ def read_by_part(
     if near is None and after >= 0:
         key, value = key.narrow(dim, 0, end), value.narrow(dim, 0, end)
     if after > 0 and not isinstance(query, FakeTensor):  # Of which only the sizes of results are asked.
-        # NOTE [Queries that nobody reads] A kernel takes the last query of a document for that at its last key. So where
-        # keys come after this rank's queries, as many queries of zeros do, and their results are left out.
+        # A kernel takes the last query of a document for that at its last key. So where keys come after this rank's
+        # queries, as many queries of zeros do, and their results are left out.
         query = F.pad(query, (0, 0, 0, 0, 0, end - stop))
     if query_ends is not None:
         query_ends = (query_ends - start).clamp(0, query.shape[dim])
@@ -95,6 +95,6 @@ def read_by_part(
     return PartOfRows(query, key, value, query_ends, key_ends, rows)
 
 
-def of_rows(output: Tensor, totals: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
+def first_rows(output: Tensor, totals: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
     """Returns the results of the first queries. output: [... queries heads width], totals: [... heads queries]"""
     return output.narrow(-3, 0, rows), totals.narrow(-1, 0, rows)

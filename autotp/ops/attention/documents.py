@@ -110,7 +110,7 @@ def keys_seen(
 def stop_of_keys(size: int, stop: int, after: int, ends: Sequence[int] | None) -> int:
     """Returns where the keys end that queries before `stop` read; arguments as those of `keys_seen`."""
     end = size if ends is None else ends[bisect_left(ends, stop)]
-    return torch.sym_min(end, stop + after)  # type: ignore[no-any-return]
+    return torch.sym_min(end, stop + after)
 
 
 def documents_in_parts(ends: Tensor, tokens: int, parts: int) -> Tensor:

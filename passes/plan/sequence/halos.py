@@ -5,7 +5,8 @@
 
 A query of a sliding window reads a known number of keys before and after it, and one of packed documents none outside
 its document: it is at most as long as the longest. `nearby(x)` is `x`, of which each rank gets its part and these
-positions before and after it. Masks that are tensors say nothing before they are computed: there all keys and values are gathered.
+positions around it. Masks that are tensors say nothing before they are computed: there all keys and values are
+gathered.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class _Halos:
         self.new.cuts[copy] = leaf
 
     def _around(self, node: fx.Node, reach: Reach) -> Any:
-        """Returns the numbers of keys before and after its own that a query reads: numbers, or nodes that compute them."""
+        """Returns the numbers of keys before and after its own that a query reads, or nodes that compute them."""
         longest = self.builder.map(arguments_of(node).get(reach.longest))
         if not isinstance(longest, fx.Node):
             return reach.around(call_of(node).arguments)

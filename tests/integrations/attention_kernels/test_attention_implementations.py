@@ -98,6 +98,24 @@ def test_windows_train_as_one_device(layout: str) -> None:
     run_ranks(trained, 2, LAYOUTS[layout], "Mistral", {"sliding_window": 4})
 
 
+def test_local_attention_to_both_sides_reads_halos() -> None:
+    """ModernBERT: two layers with a window to both sides and one without; rows, and packed documents that are whole."""
+    sizes = {**SIZES, "num_hidden_layers": 3} | {"local_attention": 8, "pad_token_id": 0}
+    sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1)
+    del sizes["num_key_value_heads"]
+    config = transformers.ModernBertConfig(**sizes, dtype=torch.float64)
+    texts = [{"input_ids": [i + 3] * i, "labels": [i + 3] * i} for i in (6, 3, 11)]
+    packed = dict(transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(texts))
+    rows = {"input_ids": tokens(2, 18), "labels": tokens(2, 18)}
+    with kernel_packages.usable_in_transformers():
+        model = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation=VERSIONS[0])
+        for batch, count in ((rows, 2), (packed, 3)):
+            report = autotp.verify(model.double(), 1, cp=2, cp_attention="gather", example_inputs=batch)
+            assert report.ok, report
+            assert f"{count} read the keys and values that queries see" in str(report.plan), str(report.plan)
+            assert "it needs whole sequences" not in str(report.plan)
+
+
 def test_bfloat16_trains_as_one_device() -> None:
     run_ranks(trained, 2, LAYOUTS["heads"], "Llama", {"dtype": torch.bfloat16})
 
@@ -153,3 +171,10 @@ def test_each_implementation_is_cut_by_heads(implementation: str) -> None:
         report = autotp.verify(built(implementation), tp=2, example_inputs=batch)
     assert report.ok, report
     assert "QKV -> attention" in str(report.plan) and "no rule" not in str(report.plan)
+
+
+def test_halves_of_a_batch_equal_one_device() -> None:
+    with kernel_packages.usable_in_transformers():
+        batch = {"input_ids": tokens(4, 9), "labels": tokens(4, 9)}
+        report = autotp.verify(built(VERSIONS[0]), tp=2, example_inputs=batch, overlap="batch")
+    assert report.ok and "compute in halves" in str(report.plan), report

@@ -46,7 +46,7 @@ MASKS: dict[str, tuple[Mask, tuple[int, int] | None]] = {
     "absolute": (lambda b, h, q, k: (q - k).abs() <= 4, (4, 4)),
     "absolute, smaller": (lambda b, h, q, k: (k - q).abs() < 4, (3, 3)),
     "causal window": (and_masks(causal, lambda b, h, q, k: q - k < 3), (2, 0)),
-    "window of numbers alone": (lambda b, h, q, k: (2 >= q - k) & (-1 < q - k), (2, 0)),
+    "window of numbers alone": (lambda b, h, q, k: (q - k <= 2) & (q - k > -1), (2, 0)),
     "positions with an offset": (lambda b, h, q, k: ((q + 5) - k <= 7) & (k - 1 < q), (2, 0)),
     "the same key": (lambda b, h, q, k: q == k, (0, 0)),
     "only later keys": (lambda b, h, q, k: (k - q >= 1) & (k - q <= 3), (0, 3)),

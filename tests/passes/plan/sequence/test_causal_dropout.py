@@ -1,4 +1,4 @@
-"""Causal attention with dropout over cp: each rank drops weights of its own, and keeps the kernel that takes no mask."""
+"""Causal attention with dropout over cp: each rank drops weights of its own, by a kernel that takes no mask."""
 
 from __future__ import annotations
 

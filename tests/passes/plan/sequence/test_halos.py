@@ -58,7 +58,9 @@ class Attention(nn.Module):
     def attended(self, q: Tensor, k: Tensor, v: Tensor, ends: tuple[Any, ...]) -> Tensor:
         if self.kernel == "varlen":
             cut, longest = ends
-            return varlen_attn(q, k, v, cut, cut, longest, longest, window_size=(self.window, self.after), enable_gqa=True)  # type: ignore[return-value]
+            return varlen_attn(
+                q, k, v, cut, cut, longest, longest, window_size=(self.window, self.after), enable_gqa=True
+            )  # type: ignore[return-value]
         if self.kernel == "masked":
             back = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -108,7 +110,8 @@ CASES: dict[str, tuple[Attention, list[tuple[Any, ...]]]] = {
     "slopes on both sides": (Attention(4, more="slopes", after=3), [rows(), rows(9)]),
     "packed, both sides": (Attention(3, after=4), [documents(lengths) for lengths in LENGTHS]),
     "packed sinks on both sides": (
-        Attention(4, more="sinks", after=4), [documents(lengths) for lengths in LENGTHS[:3]],
+        Attention(4, more="sinks", after=4),
+        [documents(lengths) for lengths in LENGTHS[:3]],
     ),
     "whole documents": (Attention(after=-1), [documents(lengths) for lengths in LENGTHS]),
     "varlen, both sides": (Attention(2, "varlen", after=3), [documents(lengths) for lengths in LENGTHS]),
@@ -254,9 +257,7 @@ def a_halo_is_what_it_means_and_so_is_its_gradient(rank: int, n: int) -> None:
             torch.testing.assert_close(got, meaning(whole, dim, keys)[rank])
             if dtype == torch.int16:
                 continue
-            weights = [
-                torch.randint(-4, 5, x.shape, generator=generator).to(dtype) for x in meaning(whole, dim, keys)
-            ]
+            weights = [torch.randint(-4, 5, x.shape, generator=generator).to(dtype) for x in meaning(whole, dim, keys)]
             leaf = whole.clone().requires_grad_()
             sum((x * w).sum() for x, w in zip(meaning(leaf, dim, keys), weights, strict=True)).abs().backward()  # type: ignore[union-attr]
             total = torch.autograd.grad(got, part, torch.zeros_like(got))[0]
@@ -409,6 +410,31 @@ def on_a_card_each_call_sends_what_is_seen_and_the_host_waits_once(rank: int, n:
             assert sum(of_ends.values()) == waits, (lengths, place, of_ends)
         expected = plain(x.bfloat16(), ends, longest)
         torch.testing.assert_close(output.cpu(), expected, rtol=0.05, atol=0.05)
+
+
+@on_cards.on(2)
+def on_a_card_windows_to_both_sides_and_whole_documents_equal_one_device(rank: int, n: int) -> None:
+    """Outputs and gradients by the stand-in for the kernel, and what is sent."""
+    for plain in (Attention(3, after=4).bfloat16(), Attention(after=-1).bfloat16()):
+        x, *rest = documents(LENGTHS[0])
+        parallel = autotp.parallelize(
+            copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=(x.bfloat16(), *rest)
+        )
+        for lengths in LENGTHS[:4]:
+            x, ends, longest = documents(lengths)
+            with counted() as sent:
+                output = parallel(x.bfloat16().cuda(), ends.cuda(), longest)
+            keys = seen_of_others((x, ends), plain.window, n, 0, plain.after)
+            assert of_all_ranks(sum(sent)) == 2 * 2 * keys * KEYS * HEAD, lengths
+            expected = plain(x.bfloat16(), ends, longest)
+            torch.testing.assert_close(output.cpu(), expected, rtol=0.05, atol=0.05)
+            for result in (output, expected):
+                result.float().sum().backward()
+        for p, q in zip(plain.parameters(), parallel.parameters(), strict=True):
+            if p.requires_grad and p.grad is not None:
+                # Sums over all tokens, of 8 bits each; the bias of keys has no gradient but what is rounded.
+                atol = max(0.05, float(0.05 * p.grad.float().abs().max()))
+                torch.testing.assert_close(q.grad.cpu().float(), p.grad.float(), rtol=0.05, atol=atol)
 
 
 @on_cards.on(2)
