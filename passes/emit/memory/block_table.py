@@ -8,7 +8,7 @@ The block runs on fake tensors of a call's sizes, so that the operators are thos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -160,11 +160,14 @@ class TableRun(SavingRun):
 
     Args:
         groups: name of a process group -> name of the group that it communicates over in this run.
+        stands_for: returns what runs for an operator: on `meta` an operator does not know the device that it is for.
     """
 
-    def __init__(self, module: fx.GraphModule, groups: Mapping[str, str], device: Hardware) -> None:
+    def __init__(
+        self, module: fx.GraphModule, groups: Mapping[str, str], device: Hardware, stands_for: Callable[[Any], Any]
+    ) -> None:
         super().__init__(module)
-        self.device, self.groups, self.rows = device, groups, dict[str, _Row]()
+        self.device, self.groups, self.stands_for, self.rows = device, groups, stands_for, dict[str, _Row]()
         self.results: tuple[str, ...] = ()
         self.uneven = False
         self._nodes: dict[str, fx.Node] = {}
@@ -195,7 +198,7 @@ class TableRun(SavingRun):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator, over the groups of this run."""
         self.uneven |= target in COMMUNICATING and args[1] in self.groups and is_uneven(target, args)
-        return super().call_function(target, over_groups(args, self.groups), kwargs)
+        return super().call_function(self.stands_for(target), over_groups(args, self.groups), kwargs)
 
     def table(self) -> BlockTable:
         """Returns the table of the block that ran."""
@@ -261,14 +264,15 @@ def over_groups(args: tuple[Any, ...], groups: Mapping[str, str]) -> tuple[Any, 
 
 
 def block_table(
-    module: fx.GraphModule, args: Sequence[Any], groups: Mapping[str, str], device: Hardware
-) -> tuple[BlockTable, Any]:
+    module: fx.GraphModule, args: Sequence[Any], groups: Mapping[str, str], device: Hardware,
+    stands_for: Callable[[Any], Any] = lambda operator: operator,
+) -> tuple[BlockTable, Any]:  # fmt: skip
     """Returns the table of a block for these arguments, which may be fake, and what it returns.
 
     Args:
-        groups: as for `TableRun`.
+        groups, stands_for: as for `TableRun`.
     """
-    run = TableRun(module, groups, device)
+    run = TableRun(module, groups, device, stands_for)
     with torch.enable_grad():
         result = run.run(*args)
     return without_collectives(run.table()) if run.uneven else run.table(), result

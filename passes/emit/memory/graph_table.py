@@ -5,7 +5,7 @@ Memory counts once: what a block returns and the next one keeps as its input is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +91,15 @@ class GraphRun(SavingRun):
 
     Args:
         held: the placeholders of parameters, buffers and constants, which are there anyway.
-        groups: as for `TableRun`.
+        groups, stands_for: as for `TableRun`.
     """
 
     def __init__(
-        self, module: fx.GraphModule, held: Collection[str], groups: Mapping[str, str], device: Hardware
-    ) -> None:
+        self, module: fx.GraphModule, held: Collection[str], groups: Mapping[str, str], device: Hardware,
+        stands_for: Callable[[Any], Any],
+    ) -> None:  # fmt: skip
         super().__init__(module)
-        self.device, self.held, self.groups = device, held, groups
+        self.device, self.held, self.groups, self.stands_for = device, held, groups, stands_for
         self.calls: list[BlockCallRow] = []
         self.tables: list[BlockTable] = []
         self.sizes: dict[int, int] = {}
@@ -124,7 +125,7 @@ class GraphRun(SavingRun):
         """Runs an operator."""
         if isinstance(target, SetsFates):
             return None
-        return super().call_function(target, over_groups(args, self.groups), kwargs)
+        return super().call_function(self.stands_for(target), over_groups(args, self.groups), kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what a block returns; runs it if none that is alike has run."""
@@ -132,7 +133,7 @@ class GraphRun(SavingRun):
         inner = getattr(module, "inner", module)
         key = id(inner), tuple(map(_form, args))
         if key not in self._known:
-            table, example = block_table(inner, args, self.groups, self.device)
+            table, example = block_table(inner, args, self.groups, self.device, self.stands_for)
             self._known[key] = len(self.tables), example
             self.tables.append(table)
         kind, example = self._known[key]
@@ -168,14 +169,15 @@ class GraphRun(SavingRun):
 
 
 def graph_table(
-    module: fx.GraphModule, args: Iterable[Any], held: Collection[str], groups: Mapping[str, str], device: Hardware
-) -> GraphTable:
+    module: fx.GraphModule, args: Iterable[Any], held: Collection[str], groups: Mapping[str, str], device: Hardware,
+    stands_for: Callable[[Any], Any],
+) -> GraphTable:  # fmt: skip
     """Returns the table of an emitted graph for these arguments, which may be fake.
 
     Args:
-        held, groups: as for `GraphRun`.
+        held, groups, stands_for: as for `GraphRun`.
     """
-    run = GraphRun(module, held, groups, device)
+    run = GraphRun(module, held, groups, device, stands_for)
     # Under a mode that keeps no tensor, operators write in place as they do without one.
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), Work(device):
         run.run(*args)
