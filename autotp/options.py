@@ -77,7 +77,7 @@ class RankOptions(TypedDict, total=False):
     randomness: Randomness
 
 
-class EstimateOptions(StepOptions, BackwardOptions, total=False):
+class EstimateOptions(StepOptions, BackwardOptions, MemoryOptions, total=False):
     """The options of `estimate`."""
 
 

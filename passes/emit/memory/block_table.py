@@ -43,6 +43,7 @@ class BlockValue:
         reads: the values that it needs to run again.
         inputs: the inputs of the block that it needs.
         seconds: to run it again.
+        flops: of the products in it.
         collectives: the number of collectives in it.
         made: bytes of its memory.
         kept: bytes that autograd keeps: of its memory, and internal to it, such as a log-sum-exp.
@@ -58,6 +59,7 @@ class BlockValue:
     reads: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     seconds: float = 0.0
+    flops: float = 0.0
     collectives: int = 0
     made: int = 0
     kept: int = 0
@@ -114,10 +116,12 @@ class BlockTable:
             masks += value.seconds if fate == "bits" and value.seeds else 0.0
             kept[name] = 0 if fate == "host" else value.smaller if fate == "bits" else value.kept
             kept[name] += value.made * (name in boundary and value.inside)
+        # In the table's order: sums of a set's order differ in the last digit from rank to rank, and so would choices.
+        runs = [value for name, value in self.values.items() if name in again]
         return Kept(
-            kept=kept, inputs=frozenset(inputs), seconds=masks + sum(self.values[name].seconds for name in again),
-            collectives=sum(self.values[name].collectives for name in again), moved=sum(moved.values()),
-            again=sum(self.values[name].made for name in again),
+            kept=kept, inputs=frozenset(inputs), seconds=masks + sum(value.seconds for value in runs),
+            flops=sum(value.flops for value in runs), collectives=sum(value.collectives for value in runs),
+            moved=sum(moved.values()), again=sum(value.made for value in runs),
         )  # fmt: skip
 
 
@@ -129,6 +133,7 @@ class Kept:
         kept: name of a value -> the bytes that stay on the device.
         inputs: the inputs of the block that stay.
         seconds: of what backward computes again.
+        flops: of the products in it.
         collectives: the number of collectives among it.
         moved: bytes that go to the host and come back.
         again: bytes that the computation makes that runs again, at most all at once.
@@ -137,6 +142,7 @@ class Kept:
     kept: Mapping[str, int]
     inputs: frozenset[str]
     seconds: float
+    flops: float
     collectives: int
     moved: int
     again: int
@@ -149,6 +155,7 @@ class _Row:
     node: fx.Node
     reads: dict[str, None] = field(default_factory=dict)
     seconds: float = 0.0
+    flops: float = 0.0
     collectives: int = 0
     memories: dict[int, int] = field(default_factory=dict)
     fixed: bool = False
@@ -188,6 +195,7 @@ class TableRun(SavingRun):
         row = self.rows.setdefault(maker, _Row(n))
         row.reads.update({name: None for name in reads if name != maker})
         row.seconds += work.seconds
+        row.flops += work.flops
         row.collectives += work.collectives
         row.fixed |= n.target is enter_autocast
         row.others += [n.name] * (n.name != maker)
@@ -217,9 +225,9 @@ class TableRun(SavingRun):
             saves = saved_by_value.get(name, {}).values()
             values[name] = BlockValue(
                 name=name, node=row.node, reads=tuple(x for x in row.reads if x not in inputs),
-                inputs=tuple(x for x in row.reads if x in inputs), seconds=row.seconds, collectives=row.collectives,
-                others=tuple(row.others), made=sum(row.memories.values()), kept=sum(x.bytes for x in saves),
-                inside=all(x.origin is None for x in saves),
+                inputs=tuple(x for x in row.reads if x in inputs), seconds=row.seconds, flops=row.flops,
+                collectives=row.collectives, others=tuple(row.others), made=sum(row.memories.values()),
+                kept=sum(x.bytes for x in saves), inside=all(x.origin is None for x in saves),
                 smaller=sum(map(self._smaller, saves)), seeds=any(map(self._is_mask, saves)), fixed=fixed,
             )  # fmt: skip
         return BlockTable(values=values, inputs=frozenset(saved_by_value) & inputs, results=self.results)

@@ -282,21 +282,32 @@ def too_small(allowance: Allowance, needed: int) -> Error:
 
 
 def budget_on(memory: Memory, device: torch.device) -> Memory:
-    """Returns a budget with the bytes that "auto" means on a device: nine tenths of its memory, the same on each rank.
+    """Returns a budget with the bytes that "auto" means on a device. Errors as of `budget_within`."""
+    on_gpu = device.type == "cuda"
+    total = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu and memory == "auto" else None
+    return budget_within(memory, device.type, total)
+
+
+def budget_within(memory: Memory, device: str, total: float | None) -> Memory:
+    """Returns a budget with the bytes that "auto" means: nine tenths of a device's memory, the same on each rank.
 
     The rest is for the driver, for buffers of process groups, and for gaps between tensors.
+
+    Args:
+        device: what the device is called.
+        total: the bytes of its memory; None for a CPU.
 
     Raises:
         Error: a CPU has no memory of its own.
     """
     if memory != "auto":
         return memory
-    if device.type != "cuda":
+    if total is None:
         raise Error(
-            f'memory="auto" on {device.type}, which shares its memory with other programs',
+            f'memory="auto" on {device}, which shares its memory with other programs',
             fix='memory="24GB", the bytes that this rank may use',
         )
-    return int(0.9 * torch.cuda.get_device_properties(device).total_memory)
+    return int(0.9 * total)
 
 
 def budget_of(module: fx.GraphModule) -> Budget | None:
