@@ -85,7 +85,8 @@ def _under_budget(p: Program, site: Site, memory: int | str, graph: fx.Graph) ->
     if not site.groups:  # A simulation names axes, also parts of them: `tp/4` is four neighbours along `tp`.
         names = {str(node.args[1]) for node in graph.nodes if node.target in COMMUNICATING}
         sizes = {"tp": p.tp, "cp": p.options.cp}
-        groups = {name: (0, int(name.partition("/")[2] or sizes[name])) for name in names}
+        counts = {name: int(name.partition("/")[2] or sizes[name]) for name in names}
+        groups = {name: (0 if name == "cp" else seat.rank % count, count) for name, count in counts.items()}
     even = all(len(set(layout.lengths())) == 1 for layout in p.layouts.values() if layout.dim is not None)
     module = under_budget(graph, p.updated, allowance, site.device, held, groups, even, learning)
     given = {name for name in placeholders(graph) if name not in held}

@@ -116,5 +116,5 @@ def stage_choices(
         choices.append(budgets.choice(recorded, layout, run, allowance))
     fullest = max((stage.choice for stage in choices), key=lambda choice: choice.smallest)
     if fullest.smallest:
-        raise too_small(fullest.allowance, fullest.smallest)
+        raise too_small(fullest.allowance, fullest.smallest, device, layout.devices, layout.batch)
     return choices

@@ -109,7 +109,7 @@ def _layout(estimate: Estimate) -> list[dict[str, str]]:
         ("data", str(layout.dp), ""), ("batch", f"{layout.batch:,}", "rows"),
         ("micro-batch", str(layout.micro_batch), "rows"),
         ("schedule", schedule, ""), ("sequence", "cut" if layout.sequence_parallel else "whole", ""),
-        ("recompute", layout.recompute, ""), ("ZeRO", str(layout.zero), ""),
+        ("recompute", layout.recompute, "") if layout.memory is None else ("budget", f"{layout.memory}", ""), ("ZeRO", str(layout.zero), ""),
         ("seconds a step", f"{estimate.seconds:.3g}", f"± {estimate.seconds * error:.1g}"),
         ("TFLOP/s a GPU", f"{estimate.tflops:.0f}", f"± {estimate.tflops * error:.0f}"),
         ("of peak", f"{estimate.mfu:.1%}", f"± {estimate.mfu * error:.1%}"),

@@ -205,8 +205,9 @@ class TableRun(SavingRun):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator, over the groups of this run."""
-        self.uneven |= target in COMMUNICATING and args[1] in self.groups and is_uneven(target, args)
-        return super().call_function(self.stands_for(target), over_groups(args, self.groups), kwargs)
+        args, known = over_groups(args, self.groups), target in COMMUNICATING and args[1] in self.groups
+        self.uneven |= known and is_uneven(target, args)
+        return super().call_function(self.stands_for(target), args, kwargs)
 
     def table(self) -> BlockTable:
         """Returns the table of the block that ran."""

@@ -9,12 +9,14 @@ of device alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
@@ -36,7 +38,6 @@ FATES: tuple[Fate, ...] = ("recompute", "host", "bits")
 GIGABYTE = 10**9
 MOST = 64
 """The most kinds of calls whose choices are kept."""
-ALTERNATIVE = "shorter sequences, a smaller microbatch, or more ranks: `autotp search` lists layouts that fit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +180,9 @@ class Budget(SetsFates):
         allowance = replace(self.allowance, fixed=fixed)
         choice = choice_under(allowance, self.counted(inputs, device, learners), device)
         if needed := self._largest(choice.smallest) if agrees else choice.smallest:
-            raise too_small(allowance, needed)
+            ranks = dist.get_world_size() if dist.is_initialized() else math.prod(n for _, n in self.groups.values())
+            rows = next((x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim()), 1)
+            raise too_small(allowance, needed, device, ranks, int(rows))
         return choice
 
     def _largest(self, number: int) -> int:
@@ -264,20 +267,28 @@ def _smallest(allowance: Allowance, least: int, whole: int) -> int:
     return int(-(-(allowance.fixed + least) // allowance.share))
 
 
-def too_small(allowance: Allowance, needed: int) -> Error:
-    """Returns the error of a budget under which nothing fits. needed: the smallest that would do"""
+def too_small(allowance: Allowance, needed: int, device: Hardware, ranks: int, rows: int) -> Error:
+    """Returns the error of a budget under which nothing fits, with the search for layouts that do.
+
+    Args:
+        needed: the smallest budget that would do.
+        ranks: all ranks.
+        rows: of the batch.
+    """
     limit = memory_limit(allowance.memory)
+    search = f'autotp.search(model, gpus={ranks}, gpu="{device.name}", batch={rows}), which lists layouts that fit'
+    alternative = f"shorter sequences, a smaller microbatch, more ranks, or {search}"
     if limit <= 1:
         return Error(
             f"memory={allowance.memory!r}: a microbatch keeps at least {needed}% of what it keeps without a budget",
             fix=f'memory="{needed}%"',
-            alternative=ALTERNATIVE,
+            alternative=alternative,
         )
     return Error(
         f"memory={bytes_text(int(limit))}: the rank needs at least {bytes_text(needed)}, of which "
         f"{bytes_text(allowance.fixed)} are parameters, gradients and optimizer states",
         fix=f"memory={needed}",
-        alternative=ALTERNATIVE,
+        alternative=alternative,
     )
 
 

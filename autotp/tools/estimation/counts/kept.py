@@ -35,10 +35,8 @@ def piece_table(model: Lowered, recorded: Recorded, number: int, device: Hardwar
         for name, (value, _) in zip(places, reads, strict=True)
         if name not in budget.held
     ]
-    with without_processes(groups_of(model, i)):  # The table asks them for sizes.
-        return budget.counted(
-            inputs, device, learners & budget.learning.keys(), _on_gpu if device.is_gpu else lambda operator: operator
-        )
+    stands_for = _on_gpu if device.is_gpu else lambda operator: operator
+    return budget.counted(inputs, device, learners & budget.learning.keys(), stands_for)
 
 
 def _budget(model: Lowered, i: int, on_gpu: bool) -> Budget:
