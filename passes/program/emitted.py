@@ -152,6 +152,6 @@ def parameter_bytes(own: int, copy: int, zero: int, replicas: int) -> tuple[floa
         zero, replicas: the stage of ZeRO, and the replicas over which it divides.
     """
     share = {stage: replicas if zero >= stage else 1 for stage in (1, 2)}
-    # ZeRO 1 and 2 gather all parameters for a step, beside the parts that the optimizer steps.
-    gathered = copy or own * (zero in (1, 2) and replicas > 1)
+    # ZeRO 1 and 2 gather all parameters for a step, beside the parts that the optimizer steps; ZeRO 3 has a block's.
+    gathered = 0 if zero == 3 and replicas > 1 else copy or own * (zero in (1, 2) and replicas > 1)
     return own / share[1] + gathered, int(own / share[2] + 2 * own / share[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import autotp
 from autotp.diagnostics.plan import MemoryPlan
 from autotp.diagnostics.report import memory_plan
 from autotp.models.gpt import GPT, GPTConfig
+from benchmarks.calls import cards_of_24gb
 
 checks = Checks()
 ROWS, LENGTH = 4, 16
@@ -171,3 +173,13 @@ def test_a_pipeline_keeps_several_microbatches() -> None:
     stages = on_gpu(model, pp=4, batch=32, tp=1, memory=limit).budgets
     shares = [stage.kept / stage.kept_without for stage in stages]
     assert shares[0] < shares[1] <= shares[2]
+
+
+@pytest.mark.costly
+@pytest.mark.timeout(300)
+def test_the_table_of_cards_of_24_gb_is_as_the_page_says() -> None:
+    """Its row of full training in bfloat16, which needs a budget."""
+    text = (Path(__file__).parents[3] / "docs" / "memory.md").read_text()
+    ways = tuple(f"| {way} |" for way, _ in cards_of_24gb.ROWS)
+    lines = [line for line in text.splitlines() if line.startswith(ways)]
+    assert len(lines) == len(ways) and lines[2] == cards_of_24gb.row(*cards_of_24gb.ROWS[2])

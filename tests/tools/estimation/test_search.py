@@ -83,7 +83,7 @@ def test_differences_have_digits_that_say_something(seconds: float, text: str) -
 
 def test_obvious_layouts_say_why_they_lost(found: autotp.Search) -> None:
     why = {other.layout.partition(":")[0]: other.why for other in found.lost}
-    assert "%): products +" in why["a pipeline without tp"]
+    assert "%): " in why["a pipeline without tp"] and " +" in why["a pipeline without tp"]
     assert why["tp across nodes"].endswith("tp=8 crosses nodes")
     assert not any(other.layout.endswith(str(found.best[0].layout)) for other in found.lost)
 

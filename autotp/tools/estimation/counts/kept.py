@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from autotp.compiler import emitted_operators
 from autotp.costs.hardware import Hardware
@@ -70,7 +71,8 @@ def stage_table(pieces: Sequence[ModelPiece], tables: Mapping[int, GraphTable]) 
         tables: number of a kind of piece -> its table.
     """
     numbers, kinds = dict[Any, int](), dict[Any, BlockCallRow]()
-    blocks, calls, outside, sizes, places = [], [], dict[int, Any](), dict[int, int](), []
+    blocks, calls, places = list[BlockTable](), list[BlockCallRow](), list[int]()
+    outside, sizes = dict[int, fx.Node](), dict[int, int]()
     for place, piece in enumerate(pieces):
         table = tables[piece.kind]
         named: dict[int | None, str] = dict(zip(table.placeholders, piece.reads, strict=True))
