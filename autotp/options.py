@@ -78,7 +78,7 @@ class RankOptions(TypedDict, total=False):
     randomness: Randomness
 
 
-class EstimateOptions(StepOptions, BackwardOptions, total=False):
+class EstimateOptions(StepOptions, BackwardOptions, MemoryOptions, total=False):
     """The options of `estimate`."""
 
 
@@ -95,10 +95,14 @@ class PlanOptions(CutOptions, total=False):
 
 
 class TrialOptions(PlanOptions, BackwardOptions, total=False):
-    """The options of `verify` and `stages`."""
+    """The options of `stages`."""
 
 
-class ParallelOptions(TrialOptions, MemoryOptions, RankOptions, total=False):
+class VerifyOptions(TrialOptions, MemoryOptions, total=False):
+    """The options of `verify`."""
+
+
+class ParallelOptions(VerifyOptions, RankOptions, total=False):
     """The options of `parallelize` and `from_pretrained`."""
 
     check_inputs: CheckInputs

@@ -93,8 +93,8 @@ class Hardware:
         """
         if not self.is_gpu:
             return self.memory_bandwidth / 2
-        older = 16 * GIGA if "v100" in self.name else 32 * GIGA if "a100" in self.name else 64 * GIGA
-        return 0.8 * older
+        fourth = any(kind in self.name for kind in ("a100", "rtx4090"))
+        return 0.8 * (16 * GIGA if "v100" in self.name else 32 * GIGA if fourth else 64 * GIGA)
 
 
 # Sources: NVIDIA A100 white paper (2020), table 4 and page 39 (level-2 cache: 5,120 bytes a clock, 1,410 MHz); DGX A100
@@ -125,6 +125,14 @@ B200_180GB = Hardware(
     name="b200-180gb", matrix_flops=2250 * TERA, vector_flops=75 * TERA, memory_bandwidth=8000 * GIGA,
     memory=180 * GIGA, units=148, cache_bandwidth=5120 * 1.965e9, node_bandwidth=900 * GIGA, net_bandwidth=50 * GIGA,
 )  # fmt: skip
+# NVIDIA Ada white paper (2023), appendix A, GeForce RTX 4090: 165.2 TFLOP/s in 16 bits with sums in float32, 82.6
+# TFLOP/s, 1,008 GB/s, 128 multiprocessors at 2.52 GHz. PCIe 4 with 16 lanes between cards, four in a node with an
+# adapter of 100 Gbit/s. The cache's bytes a clock are taken to be the A100's.
+RTX4090_24GB = Hardware(
+    name="rtx4090-24gb", matrix_flops=165.2 * TERA, vector_flops=82.6 * TERA, memory_bandwidth=1008 * GIGA,
+    memory=24 * GIB, units=128, cache_bandwidth=5120 * 2.52e9, node=4, node_bandwidth=32 * GIGA,
+    net_bandwidth=12.5 * GIGA / 4,
+)  # fmt: skip
 # One core of an AMD EPYC (family 26, Zen 5; a virtual machine of two cores and 24 GB), torch 2.13.0, a thread a rank,
 # two ranks with gloo on loopback. Each number is measured: `autotp calibrate`, 2026-11-25, beside other programs; but
 # `launch` stands between a call whose code is in the caches (4 us) and one that a copy of 16 MB precedes (20 us).
@@ -134,7 +142,8 @@ CPU_GLOO = Hardware(
     node=2, node_bandwidth=3 * GIGA, net_bandwidth=3 * GIGA, link_sustained=1.0, latency=70 * MICRO,
 )  # fmt: skip
 KINDS = {
-    device.name: device for device in (V100_32GB, A100_40GB, A100_80GB, H100_80GB, H200_141GB, B200_180GB, CPU_GLOO)
+    device.name: device
+    for device in (V100_32GB, A100_40GB, A100_80GB, H100_80GB, H200_141GB, B200_180GB, RTX4090_24GB, CPU_GLOO)
 }
 
 LINE = "989TF 3.35TB/s 80GB node=8x450GB/s net=50GB/s"
@@ -182,7 +191,7 @@ def hardware_at(device: torch.device) -> Hardware:
     if device.type != "cuda":
         return CPU_GLOO
     facts = torch.cuda.get_device_properties(device)
-    name = facts.name.lower()
+    name = facts.name.lower().replace(" ", "")
     of_this_name = [gpu for gpu in KINDS.values() if gpu.is_gpu and gpu.name.partition("-")[0] in name]
     nearest = min(of_this_name or [H100_80GB], key=lambda gpu: abs(gpu.memory - facts.total_memory))
     return replace(nearest, memory=float(facts.total_memory))

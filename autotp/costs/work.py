@@ -42,6 +42,7 @@ class Work(TorchDispatchMode):
 
     Attributes:
         seconds: of all operators so far, with those of collectives.
+        flops: floating-point operations of products so far.
         collectives: the number of collectives so far.
     """
 
@@ -49,7 +50,7 @@ class Work(TorchDispatchMode):
 
     def __init__(self, device: Hardware) -> None:
         super().__init__()
-        self.device, self.seconds, self.collectives = device, 0.0, 0
+        self.device, self.seconds, self.flops, self.collectives = device, 0.0, 0.0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -81,6 +82,7 @@ class Work(TorchDispatchMode):
             arithmetic=arithmetic_of(func.overloadpacket, kwargs),
         )  # fmt: skip
         self.seconds += op_seconds(op, self.device)
+        self.flops += flops
 
 
 def _is_view(func: Any, before: list[Tensor], after: list[Tensor]) -> bool:

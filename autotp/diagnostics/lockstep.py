@@ -26,6 +26,7 @@ from autotp.options import Options
 from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, places
 from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.passes.emit.rank_program import RankProgram
+from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
 from autotp.sharding.partition import chunk_sizes
 from autotp.sharding.strides import laid_out, order_of_dimensions
@@ -63,15 +64,16 @@ def run_programs(programs: Sequence[RankProgram], given: Sequence[Mapping[str, T
 
 
 def simulated(
-    graph: fx.Graph, tensors: Mapping[str, Tensor], program: Program, model: nn.Module, settings: Options
+    graph: fx.Graph, tensors: Mapping[str, Tensor], program: Program, model: nn.Module, settings: Options, rank: int
 ) -> RankProgram:
     """Returns a rank's graph as on processes, but that it reads the parameters of the simulated rank.
 
     Args:
         tensors: the rank's parameters and buffers, by name.
         model: the whole model, whose blocks the graph has.
+        rank: the tensor-parallel rank.
     """
-    ready = rank_program(graph, program, settings, torch.device("cpu"), {})
+    ready = rank_program(graph, program, settings, torch.device("cpu"), {}, Seat(rank=rank))
     where = places(model)[1]
     names = {(id(module), key): name for name, (module, key) in where.items()}
     blocks = dict(model.named_modules(remove_duplicate=False))

@@ -62,8 +62,8 @@ def compare_step(
     # The tensor-parallel ranks of each context-parallel rank hold the same parts.
     ranks = [rank_tensors(model, program.layouts, rank % program.tp) for rank in range(len(stages))]
     programs = [
-        [simulated(stage.graph, local_tensors, program, model, training) for stage in row]
-        for row, local_tensors in zip(stages, ranks, strict=True)
+        [simulated(stage.graph, local_tensors, program, model, training, i % program.tp) for stage in row]
+        for i, (row, local_tensors) in enumerate(zip(stages, ranks, strict=True))
     ]
     microbatches = [totals | _given(program, _part(whole, places, i, dp * parts)) for i in range(dp * parts)]
     rest = _rest_of_loss(program, stages, programs, microbatches)

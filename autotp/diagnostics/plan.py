@@ -174,6 +174,21 @@ class MemoryPlan:
     gigabyte: float
     largest: tuple[KeptRow, ...]
 
+    def table(self) -> Table:
+        """Returns the table of the largest values."""
+        rows = tuple((r.at, bytes_text(r.bytes), bytes_text(r.staying), _done(r)) for r in self.largest)
+        return Table(("kept for backward", "bytes", "stay", "budget"), rows, ("", "", "", "note"))
+
+    def lines(self) -> tuple[str, ...]:
+        """Returns the lines about a budget."""
+        nbytes, without_budget, needed = map(bytes_text, (self.kept, self.kept_without, self.needed))
+        again = f", with {self.collectives} collectives" * (self.collectives > 0)
+        return (
+            f"memory      {self.memory}: a call keeps {nbytes} of {without_budget}; this rank needs {needed}",
+            f"budget      backward takes {self.seconds * 1e3:.3g} ms longer{again} (predicted)",
+            f"budget      the next gigabyte would save {self.gigabyte * 1e3:.3g} ms",
+        )
+
 
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
@@ -315,8 +330,8 @@ class Plan(Shown):
         head = ("cut", "shape", "forward", "backward", "why")
         cut = Table(head, _cut_rows(self), ("cut", "", "sent", "sent", "note"))
         whole = Table(("whole on every rank", "shape", "why", "at"), _whole_rows(self), ("whole", "", "note", "note"))
-        largest = Table(("kept for backward", "bytes", "stay", "budget"), _kept_rows(self), ("", "", "", "note"))
-        tables = [table for table in (cut, whole, largest) if table.rows]
+        tables = [table for table in (cut, whole) if table.rows]
+        tables += [self.memory.table()] if self.memory is not None and self.memory.largest else []
         return Sheet(f"{self.model} on {self.sizes}", (*tables, tuple(_totals(self))))
 
 
@@ -333,23 +348,8 @@ def _whole_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
     return tuple(folded([(row.name, row.cells()) for row in plan.whole]))
 
 
-def _kept_rows(plan: Plan) -> tuple[tuple[str, ...], ...]:
-    """Returns the rows of the table of the largest values under a budget."""
-    rows = () if plan.memory is None else plan.memory.largest
-    return tuple((row.at, bytes_text(row.bytes), bytes_text(row.staying), _done(row)) for row in rows)
-
-
 def _done(row: KeptRow) -> str:
     return ", ".join(f"{count} {fate}" for fate, count in row.done.items())
-
-
-def _memory_lines(memory: MemoryPlan) -> Iterator[str]:
-    """Yields the lines about a budget."""
-    nbytes, without_budget, needed = map(bytes_text, (memory.kept, memory.kept_without, memory.needed))
-    yield f"memory      {memory.memory}: a call keeps {nbytes} of {without_budget}; this rank needs {needed}"
-    again = f", with {memory.collectives} collectives" * (memory.collectives > 0)
-    yield f"budget      backward takes {memory.seconds * 1e3:.3g} ms longer{again} (predicted)"
-    yield f"budget      the next gigabyte would save {memory.gigabyte * 1e3:.3g} ms"
 
 
 def _totals(plan: Plan) -> Iterator[str]:
@@ -365,7 +365,7 @@ def _totals(plan: Plan) -> Iterator[str]:
         yield f'outputs     {cut_outputs} stay cut: autotp.gather makes them whole, or outputs="full"'
     yield from (f"{name:<12}{note}" for name, note in plan.notes.items())
     yield from (f"kernels     {line}" for line in attention_lines(plan.attention))
-    yield from () if plan.memory is None else _memory_lines(plan.memory)
+    yield from () if plan.memory is None else plan.memory.lines()
     if plan.cp > 1 and not plan.in_sequence:
         yield "over cp     no sequence can be cut: every cp rank computes the whole call"
     if plan.in_sequence:

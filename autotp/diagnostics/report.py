@@ -26,7 +26,7 @@ from autotp.ops.coalesced import together
 from autotp.passes.canonicalize.custom_vjp import backward_of
 from autotp.passes.capture.replacements.opaque_call import OpaqueCall
 from autotp.passes.check.types import Typed
-from autotp.passes.emit.memory.budget import budget_of
+from autotp.passes.emit.memory.budget import MemoryChoice, budget_of
 from autotp.passes.lower.local_sizes import value_of
 from autotp.passes.lower.overlap import separate
 from autotp.passes.plan.candidate import contracts
@@ -62,8 +62,11 @@ def memory_plan(module: fx.GraphModule) -> MemoryPlan | None:
     """Returns what the budget of an emitted graph did in the last call; None without a budget."""
     budget = budget_of(module)
     choice = None if budget is None else budget.latest
-    if choice is None:
-        return None
+    return None if choice is None else plan_of_choice(choice)
+
+
+def plan_of_choice(choice: MemoryChoice) -> MemoryPlan:
+    """Returns what a budget did, by line of the model."""
     rows: dict[str, list[tuple[int, int, str]]] = {}
     for call, made in zip(choice.table.calls, choice.chosen.choices, strict=True):
         for name, value in choice.table.tables[call.kind].values.items():

@@ -37,7 +37,7 @@ from autotp.distributed.mesh import Mesh, tell_errors
 from autotp.errors import Error, within
 from autotp.model_library import library
 from autotp.ops.random_state import forked, seed
-from autotp.options import DEFAULTS, Options, TrialOptions, expect_options, lists_options
+from autotp.options import DEFAULTS, Memory, Options, VerifyOptions, expect_options, lists_options, memory_limit
 from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.captured import Captured, InputSize, OutputAt
 from autotp.passes.capture.example_inputs import Inputs
@@ -50,6 +50,7 @@ from autotp.passes.capture.python_state.walk import GONE, found_at, put_at, spel
 from autotp.passes.capture.pytree import flatten, leaf_names, map_leaves, outcome, states
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.capture.unsupported.function_caches import empty_caches
+from autotp.passes.emit.memory.budget import budget_on
 from autotp.passes.pipeline.stages import Stage, expect_enough
 from autotp.passes.program.program import CallState, Program
 from autotp.rules.traits import draws
@@ -179,7 +180,7 @@ def make_trial(
     """
     name = type(model).__name__
     # As in `build`: what is verified must be what runs.
-    if settings.recompute == "none" and library().recomputes(model):
+    if settings.recompute == "none" and settings.memory is None and library().recomputes(model):
         settings = replace(settings, recompute="full")
     if _on_meta(model):
         analysis = analyse(skeleton_of(model), args, kwargs, tp, settings, amend=amend)
@@ -231,7 +232,7 @@ def run_ranks(trial: Trial, change: Edit = _unchanged) -> Ran[tuple[list[RankTen
         ranks = [_rank(trial, i % analysis.tp) for i in range(len(trial.graphs))]
         programs = [
             # A copy, as a test changes it.
-            simulated(change(_copy_of(graph), i), ranks[i], analysis, trial.model, trial.settings)
+            simulated(change(_copy_of(graph), i), ranks[i], analysis, trial.model, trial.settings, i % analysis.tp)
             for i, graph in enumerate(trial.graphs)
         ]
         operands_of_ranks = [{name: rank[f"input {i}"] for i, name in enumerate(inputs)} for rank in ranks]
@@ -464,7 +465,7 @@ def verify(
     zero: Literal[0, 1, 2, 3] = 0,
     example_inputs: Any = None,
     cp: int = 1,
-    **options: Unpack[TrialOptions],
+    **options: Unpack[VerifyOptions],
 ) -> Report:
     """Compares `tp` ranks of `model` with the model itself, and returns the differences.
 
@@ -483,7 +484,8 @@ def verify(
         microbatches: as for `distribute`; by default as many as pipeline ranks. The step that is compared is made of
             the rows of the example inputs, which are those of a microbatch.
         example_inputs, cp: as for `parallelize`.
-        options: as for `parallelize`.
+        options: as for `parallelize`. Under `memory`, backward computes again each block of which a value is computed
+            again; a number of bytes is for the model in its own dtype, and in float64 counts as so much more.
 
     Raises:
         Error: as `parallelize` or `distribute`; or the model is parallel already.
@@ -554,6 +556,7 @@ def compare_mesh(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], 
         inputs: positional and keyword arguments of a microbatch.
     """
     name, computes, stages = type(model).__name__, not _on_meta(model), list[list[Stage]]()
+    training = replace(training, memory=_budget_of_double(training.memory, model))
     if not computes:
         program, first, proof = prove(model, inputs, sizes, training)
         proof = replace(proof, not_computed="the model is on meta")
@@ -578,6 +581,7 @@ def compare_calls(model: nn.Module, inputs: Inputs, tp: int, settings: Options, 
         inputs: positional and keyword arguments.
         amend: as for `make_trial`.
     """
+    settings = replace(settings, memory=_budget_of_double(settings.memory, model))
     with progress(f"verify({type(model).__name__}, tp={tp})", total=2) as line:  # The capture, and the run.
         trial, first_report = _compared(model, inputs, tp, settings, amend, line)
         line.count()
@@ -589,6 +593,19 @@ def compare_calls(model: nn.Module, inputs: Inputs, tp: int, settings: Options, 
             with torch.no_grad(), forked():
                 called(*changed[0], **changed[1])
         return _joined(first_report, _compared(called, (trial.args, trial.kwargs), tp, settings, amend)[1])
+
+
+def _budget_of_double(memory: Memory, model: nn.Module) -> Memory:
+    """Returns a budget for a copy of a model in float64, whose values take more bytes.
+
+    Raises:
+        Error: it is "auto".
+    """
+    budget = budget_on(memory, torch.device("cpu"))
+    if budget is None or memory_limit(budget) <= 1:
+        return budget
+    widths = [x.itemsize for x in model.parameters() if x.is_floating_point()]
+    return int(memory_limit(budget) * 8 / max(widths, default=8))
 
 
 def _read_by_one_device(trial: Trial, first: int) -> KnownValues | None:

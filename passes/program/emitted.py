@@ -27,7 +27,7 @@ class Seat:
         rank: the tensor-parallel rank.
         kept_calls: the number of microbatches whose values the graph keeps at a time.
         replicas: the number of replicas, over which ZeRO divides states.
-        share: the part of the rank's memory for activations that this graph may use.
+        share: the part of the rank's memory that this graph may use.
     """
 
     rank: int = 0
@@ -79,17 +79,16 @@ def _under_budget(p: Program, site: Site, memory: int | str, graph: fx.Graph) ->
     """
     seat, captured = site.seat, p.captured
     held = held_tensors(p, graph, seat.rank)
-    allowance = Allowance(
-        memory=memory, fixed=fixed_bytes(p, graph, site.settings, seat.replicas), calls=seat.kept_calls,
-        share=seat.share,
-    )  # fmt: skip
+    fixed, learning = fixed_bytes(p, held_tensors(p, graph, 0), site.settings, seat.replicas)
+    allowance = Allowance(memory=memory, fixed=fixed, calls=seat.kept_calls, share=seat.share)
     groups = {name: seat_in(name) for name in site.groups.values() if name is not None}
     if not site.groups:  # A simulation names axes, also parts of them: `tp/4` is four neighbours along `tp`.
         names = {str(node.args[1]) for node in graph.nodes if node.target in COMMUNICATING}
         sizes = {"tp": p.tp, "cp": p.options.cp}
-        groups = {name: (0, int(name.partition("/")[2] or sizes[name])) for name in names}
+        counts = {name: int(name.partition("/")[2] or sizes[name]) for name in names}
+        groups = {name: (0 if name == "cp" else seat.rank % count, count) for name, count in counts.items()}
     even = all(len(set(layout.lengths())) == 1 for layout in p.layouts.values() if layout.dim is not None)
-    module = under_budget(graph, p.updated, allowance, site.device, held, groups, even)
+    module = under_budget(graph, p.updated, allowance, site.device, held, groups, even, learning)
     given = {name for name in placeholders(graph) if name not in held}
     known = all(name in captured.inputs or name.startswith(TOTAL) for name in given) and not p.call.cut_inputs
     examples = hints(graph, given) if known and torch.is_grad_enabled() else None
@@ -97,7 +96,8 @@ def _under_budget(p: Program, site: Site, memory: int | str, graph: fx.Graph) ->
     assert budget is not None
     budget.agrees = known and bool(site.groups)  # Of a cut input, the part of one rank alone may grow.
     if examples is not None:
-        budget.choose(examples)
+        with p.call.autocast.off():  # As where the graph runs: its casts are operators.
+            budget.choose(examples)
     return module
 
 
@@ -119,20 +119,39 @@ def held_tensors(p: Program, graph: fx.Graph, rank: int) -> dict[str, Tensor]:
     return held
 
 
-def fixed_bytes(p: Program, graph: fx.Graph, settings: Options, replicas: int = 1) -> int:
-    """Returns the bytes of the parameters of a graph, of their gradients, and of the states of AdamW in their dtype.
+def fixed_bytes(
+    p: Program, held: Mapping[str, Tensor], settings: Options, replicas: int = 1
+) -> tuple[int, dict[str, int]]:
+    """Returns the bytes of the parameters and buffers of a graph; and of each parameter what it has if it learns.
 
     Those of the rank that holds most. Under `distribute(compute_dtype=...)` parameters are taken to be in float32, with
     a copy in the dtype of computation.
+
+    Args:
+        held: what `held_tensors` returns for this rank.
+        replicas: the replicas over which ZeRO divides.
     """
     zero, cast = getattr(settings, "zero", 0), getattr(settings, "compute_dtype", None)
-    total = 0.0
-    for name, x in held_tensors(p, graph, 0).items():
-        if name not in p.captured.parameters:
-            total += x.nbytes
-            continue
+    total, learning = 0.0, dict[str, int]()
+    for name, x in held.items():
         own = x.numel() * (4 if cast is not None and x.is_floating_point() else x.itemsize)
-        parts = [(own, 3), (own * x.requires_grad, 2), (2 * own * x.requires_grad, 1)]
-        total += sum(n / (replicas if zero >= least else 1) for n, least in parts)
-        total += x.nbytes if own != x.nbytes else 0
-    return int(total)
+        if name in p.captured.parameters:
+            fixed, learning[name] = parameter_bytes(own, x.nbytes * (own != x.nbytes), zero, replicas)
+            total += fixed
+        else:
+            total += x.nbytes
+    return int(total), learning
+
+
+def parameter_bytes(own: int, copy: int, zero: int, replicas: int) -> tuple[float, int]:
+    """Returns the bytes of a parameter on a rank; and those of its gradient and its states of AdamW, if it learns.
+
+    Args:
+        own: bytes of the whole parameter in its own dtype.
+        copy: bytes of its copy in the dtype of computation; 0 if that is its own.
+        zero, replicas: the stage of ZeRO, and the replicas over which it divides.
+    """
+    share = {stage: replicas if zero >= stage else 1 for stage in (1, 2)}
+    # ZeRO 1 and 2 gather all parameters for a step, beside the parts that the optimizer steps; ZeRO 3 has a block's.
+    gathered = 0 if zero == 3 and replicas > 1 else copy or own * (zero in (1, 2) and replicas > 1)
+    return own / share[1] + gathered, int(own / share[2] + 2 * own / share[1])

@@ -24,6 +24,7 @@ MESHES: list[dict[str, Any]] = [
     {"tp": 3, "pp": 2, "microbatches": 4, "schedule": "interleaved", "sequence_parallel": True},
     {"tp": 1, "dp": 3},
     {"tp": 2, "microbatches": 2, "recompute": "full"},
+    {"tp": 2, "pp": 2, "microbatches": 2, "memory": "60%"},
     {"tp": 1, "pp": 2, "dp": 2, "microbatches": 4, "schedule": "zero-bubble-v", "zero": 1, "recompute": "selective"},
 ]
 

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from architectures import Architecture, arguments, model
+from errors import message
 from faults import apart, argument, behind, bias_before_reduce, calls, conjugate, drop, on, red, repeat, resliced, wrong
 from small_models import Plain, gpt
 from torch import Tensor, fx, nn
@@ -26,6 +28,7 @@ from autotp.ops.losses import cross_entropy
 from autotp.options import Options
 from autotp.passes.canonicalize.functionalize import functionalize
 from autotp.passes.emit import bind
+from autotp.passes.emit.memory.budget import Budget, MemoryChoice
 from autotp.passes.emit.python_calls import PYTHON_CALLS
 from autotp.passes.plan.propagate import needs_grad
 from autotp.passes.program import canonicalized
@@ -414,6 +417,7 @@ def last_pass_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         {},
         {"sequence_parallel": True, "recompute": "full"},
+        {"memory": "50%"},
         *({"overlap": value} for value in values_of("overlap")),
         {"without": ("outline",)},
         {"cp": 2},
@@ -426,6 +430,26 @@ def test_a_fault_of_the_last_pass_is_seen(layout: dict[str, Any], last_pass_is_w
     """`verify` runs what a training runs, to the last pass, on each of its roads."""
     report = autotp.verify(gpt(**SIZES | {"n_layer": 2}), 2, **layout)
     assert report.gradients and not report.ok
+
+
+def test_verify_runs_the_graph_of_a_budget() -> None:
+    """A number of bytes is for the model's own dtype: float64 takes twice those of float32; ranks may be uneven."""
+    model = gpt(**SIZES | {"n_layer": 2, "n_head": 3, "n_embd": 48})
+    calls: list[MemoryChoice] = []
+    choose = Budget.choose
+
+    def noted(*given: Any) -> MemoryChoice:
+        calls.append(choose(*given))
+        return calls[-1]
+
+    with patch.object(Budget, "choose", noted):
+        report = autotp.verify(model, 2, memory=1_300_000)
+        assert report.ok and {choice.allowance.memory for choice in calls} == {2_600_000}
+        calls.clear()
+        assert autotp.verify(model, 2, memory="50%").ok
+    assert calls and all(choice.kept < choice.kept_without for choice in calls)
+    assert "a microbatch keeps at least" in message(lambda: autotp.verify(model, 2, memory="1%"))
+    assert "24GB" in message(lambda: autotp.verify(model, 2, memory="auto"))
 
 
 def test_bisect_sees_a_fault_of_the_last_pass(last_pass_is_wrong: None) -> None:

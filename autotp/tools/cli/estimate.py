@@ -105,7 +105,9 @@ def search_command(
     gpus: Annotated[int, typer.Option("--gpus", help="The number of devices")],
     gpu: Gpu,
     batch: Batch,
-    memory: Annotated[float, typer.Option("--memory", help="The part of a device's memory for tensors")] = 0.9,
+    memory: Annotated[
+        str, typer.Option("--memory", help="The part of a device's memory for tensors, or their bytes: 20GB")
+    ] = "90%",
     dtype: Dtype = "bfloat16",
     compiled: Compiled = False,
     sequence: Sequence = None,
@@ -123,11 +125,13 @@ def search_command(
     """
     expect_writable(html)
     with arguments_in_use():
-        device = expect_search(gpus, gpu, batch, memory)
+        part = memory.replace(".", "", 1).isdigit()
+        tensors: float | str = float(memory) if part else memory
+        _, limit = expect_search(gpus, gpu, batch, tensors)
     made = on_meta(argument)
-    expect_room(made, memory * device.memory, gpus)
+    expect_room(made, limit, gpus)
     result = search(
-        made, gpus=gpus, gpu=gpu, batch=batch, memory=memory, dtype=dtype_named(dtype), compiled=compiled,
+        made, gpus=gpus, gpu=gpu, batch=batch, memory=tensors, dtype=dtype_named(dtype), compiled=compiled,
         sequence=sequence, example_inputs=argument.example_inputs(),
     )  # fmt: skip
     if html is not None:

@@ -133,6 +133,8 @@ def _instead_of(
 
 def _chosen(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of flags, with `lm_head=whole` as an entry of a dict."""
+    if (memory := values.get("memory")) is not None and memory.isdigit():
+        values["memory"] = int(memory)
     if "cut" in values:
         rows = [text.partition("=") for text in values["cut"]]
         if wrong := [pattern for pattern, equals, _ in rows if not equals]:
@@ -155,6 +157,9 @@ def _flag(name: str) -> Parameter:
     if name == "cut":
         option = typer.Option(spelled, metavar="NAME=AXIS ...", help=f"{_help(name)}, such as lm_head=whole")
         return Parameter(name, Parameter.KEYWORD_ONLY, default=[], annotation=Annotated[list[str], option])
+    if name == "memory":
+        option = typer.Option(spelled, metavar="BYTES|PERCENT", help=_help(name))
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option])
     if get_origin(hint) is Literal:
         choices = _choices(name, get_args(hint))
         return Parameter(name, Parameter.KEYWORD_ONLY, default=choices(default), annotation=Annotated[choices, option])

@@ -175,7 +175,7 @@ def _kind_of(device_type: str) -> Hardware:
     """Returns the kind whose name the GPU's name has; an H100 for others."""
     if device_type == "cpu":
         return CPU_GLOO
-    name = torch.cuda.get_device_name().lower()
+    name = torch.cuda.get_device_name().lower().replace(" ", "")
     memory = torch.cuda.get_device_properties(0).total_memory
     # Several kinds may share a name: an A100 has 40 GB or 80, which its memory tells.
     named = [device for device in KINDS.values() if device.is_gpu and device.name.partition("-")[0] in name]

@@ -154,7 +154,7 @@ def lowered_for(call: Capturing, layout: StepLayout, without: tuple[str, ...] = 
         cp_attention=layout.cp_attention,
     )  # fmt: skip
     # What was asked for is checked as `distribute` checks it, also where a microbatch has one row.
-    expect_choices(replace(training, overlap=layout.overlap))
+    expect_choices(replace(training, overlap=layout.overlap, memory=layout.memory))
     try:
         return lowered(call, layout.tp, training, checked)
     except Error:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from autotp.errors import Error
-from autotp.options import CpAttention, Overlap, Recompute
+from autotp.options import CpAttention, Memory, Overlap, Recompute
 
 DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
 
@@ -31,6 +31,7 @@ class StepLayout:
     interleave: int | None = None
     sequence_parallel: bool = False
     recompute: Recompute = "none"
+    memory: Memory = None
     overlap: Overlap = "none"
     cp_attention: CpAttention = "auto"
     zero: int = 0
@@ -80,7 +81,8 @@ class StepLayout:
         parts += ["sequence_parallel"] * self.sequence_parallel
         parts += [f"overlap={self.overlap}"] * (self.overlap != "none")
         parts += [f"cp_attention={self.cp_attention}"] * (self.cp_attention != "auto")
-        parts += [f"recompute={self.recompute}"] * (self.recompute != "none") + [f"zero={self.zero}"] * bool(self.zero)
+        parts += [f"recompute={self.recompute}"] * (self.recompute != "none")
+        parts += [f"memory={self.memory}"] * (self.memory is not None) + [f"zero={self.zero}"] * bool(self.zero)
         return ", ".join(parts)
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 from autotp.costs.hardware import Hardware
 from autotp.costs.links import RankGroup, collective_seconds, send_seconds
+from autotp.diagnostics.report import plan_of_choice
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import partition
+from autotp.tools.estimation.budget import Budgets, StageChoice, stage_choices
 from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
 from autotp.tools.estimation.counts.kernels import fused
 from autotp.tools.estimation.counts.pieces import Lowered, Parameter, Recorded, recorded, whole_flops
-from autotp.tools.estimation.counts.scale import scaled
+from autotp.tools.estimation.counts.scale import scaled, scaled_reads
 from autotp.tools.estimation.layout import AUTOTP, FOREACH, Practice, StepLayout
 from autotp.tools.estimation.replicas import (
     ReplicaWaits,
@@ -35,6 +37,8 @@ from autotp.training.pipeline.gradient_buckets import BUCKET
 from autotp.training.pipeline.schedule_actions import Action, Played, actions_of, most_held, play
 from autotp.training.pipeline.schedules import Engine, costed, engine_of
 
+AGAIN = "computed again"
+"""The row of the table for what a budget of memory has backward do beside: it runs operators again, or moves values."""
 NOTHING_PLAYED = Played(seconds=0.0, busy=(), starts=())
 
 
@@ -56,6 +60,7 @@ class Prices:
         self._stages: dict[Any, list[list[int]]] = {}
         self._totals: dict[frozenset[str], tuple[Parameter, ...]] = {}
         self._copied: dict[frozenset[str], int] = {}
+        self.budgets = Budgets(model, device)
 
     def totals(self, names: frozenset[str]) -> tuple[Parameter, ...]:
         """Returns what parameters are together: one parameter for all that differ in nothing but size."""
@@ -88,7 +93,7 @@ class Prices:
             self._recorded[rows, False] = plain
             if self.practice.fused:
                 records = tuple(map(fused, plain.records))
-                self._recorded[rows, True] = Recorded(pieces=plain.pieces, records=records)
+                self._recorded[rows, True] = replace(plain, records=records, peaks={})
         return self._recorded[rows, self.practice.fused]
 
     def _plain(self, rows: int) -> Recorded:
@@ -105,7 +110,8 @@ class Prices:
             return None
         candidates = [scaled(a, b, rows) for a, b in zip(of_two.records, of_three.records, strict=True)]
         records = tuple(record for record in candidates if record is not None)
-        return Recorded(pieces=of_two.pieces, records=records) if len(records) == len(candidates) else None
+        reads = tuple(scaled_reads(a, b, rows) for a, b in zip(of_two.reads, of_three.reads, strict=True))
+        return replace(of_two, records=records, reads=reads, peaks={}) if len(records) == len(candidates) else None
 
     def times(self, rows: int) -> list[Times]:
         """Returns the times of each kind of piece."""
@@ -156,6 +162,7 @@ class StageCost:
         casts: seconds to cast them, once a step, before the first microbatch's forward.
         units: what is computed, gathered and summed together, in the order of forward.
         sums: (seconds after the start of the last backward, seconds) of each sum over replicas, once a step.
+        budget: what a budget of memory does; None without one.
     """
 
     times: Times
@@ -164,6 +171,7 @@ class StageCost:
     casts: float
     units: tuple[Unit, ...] = ()
     sums: tuple[tuple[float, float], ...] = ()
+    budget: StageChoice | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +212,13 @@ def timed_schedule(prices: Prices, layout: StepLayout) -> Simulated:
     device, practice = prices.device, prices.practice
     engine = engine_of(layout.schedule, layout.interleave)
     order = actions_of(engine, layout.pp, layout.microbatches)
-    stages = [_stage(prices, layout, run) for run in prices.stages(engine, layout.pp, layout.microbatches)]
+    runs = prices.stages(engine, layout.pp, layout.microbatches)
+    choices: list[StageChoice | None] = [None] * len(runs)
+    if layout.memory is not None:
+        home = _homes(order)
+        recorded_pieces = prices.pieces(layout.micro_batch)
+        choices = [*stage_choices(prices.budgets, recorded_pieces, layout, runs, home, engine)]
+    stages = [_stage(prices, layout, run, choice) for run, choice in zip(runs, choices, strict=True)]
     # Stages are the outermost axis of the mesh: neighbours are all ranks of a stage apart.
     distance = layout.model_ranks * layout.dp
 
@@ -237,13 +251,19 @@ def price(prices: Prices, layout: StepLayout) -> Estimate:
     again = sum(stage.times.again for stage in stages) * layout.model_ranks * layout.microbatches * layout.dp
     names = [piece.name for piece in prices.pieces(layout.micro_batch).pieces]
     runs = prices.stages(engine, layout.pp, layout.microbatches)
-    home = {action.stage: rank for rank, row in enumerate(order) for action in row}
     return Estimate(
         layout=layout, device=device, seconds=sum(spent.values()), flops=flops, flops_again=again,
         spent={name: s for name, s in spent.items() if s > 0}, memory=tuple(memory_of_ranks(prices, layout, step)),
-        stages=tuple(tuple(names[i] for i in run) for run in runs), homes=tuple(home[i] for i in range(len(runs))),
+        stages=tuple(tuple(names[i] for i in run) for run in runs), homes=tuple(_homes(order)),
+        budgets=tuple(plan_of_choice(stage.budget.choice) for stage in stages if stage.budget is not None),
         row=model.row, tokens=model.row_tokens * layout.batch, source=prices,
     )  # fmt: skip
+
+
+def _homes(order: Sequence[Sequence[Action]]) -> list[int]:
+    """Returns the pipeline rank of each stage."""
+    home = {action.stage: rank for rank, row in enumerate(order) for action in row}
+    return [home[i] for i in range(len(home))]
 
 
 SAVINGS = (
@@ -351,14 +371,18 @@ def _exchange_ends(prices: Prices, layout: StepLayout, step: Simulated, rank: in
     return max(free, done + slowed(hidden, replicas_of(layout), device))
 
 
-def _stage(prices: Prices, layout: StepLayout, run: Sequence[int]) -> StageCost:
+def _stage(prices: Prices, layout: StepLayout, run: Sequence[int], budget: StageChoice | None) -> StageCost:
     recorded_pieces, times = prices.pieces(layout.micro_batch), prices.times(layout.micro_batch)
     pieces = [recorded_pieces.pieces[i] for i in run]
     names = frozenset(name for piece in pieces for name in piece.parameters)
     total = sum((times[piece.kind] for piece in pieces), beside_times(prices, layout, names))
+    if budget is not None:
+        seconds = budget.choice.chosen.seconds
+        total += Times(backward=seconds, again=budget.flops, spent={AGAIN: seconds})
     stage = StageCost(
         times=total,
-        memory=stage_memory(pieces, recorded_pieces),
+        memory=stage_memory(pieces, recorded_pieces, () if budget is None else budget.dropped),
+        budget=budget,
         parameters=names,
         casts=cast_seconds(prices, layout, names),
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotp.costs.hardware import GIB, Hardware
+from autotp.diagnostics.plan import MemoryPlan
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import within
 from autotp.tools.estimation.error_bars import memory_bar, row_bar, step_bar
@@ -121,6 +122,7 @@ class Estimate(Shown):
         memory: of each pipeline rank, at its fullest moment.
         stages: the blocks of each stage.
         homes: the pipeline rank of each stage.
+        budgets: what `memory=` does with the values of a microbatch in each stage; empty without it.
         savings: what each way to hide or to fuse work brings, of those that bring something in this layout.
         row: the shapes of the tensors of a row of the batch, such as "[2048], [2048]" for tokens and labels.
         tokens: of a step; 0 where the first tensor of a row is no sequence of whole numbers.
@@ -138,7 +140,7 @@ class Estimate(Shown):
 
     DATA = (
         "layout", "device", "row", "seconds", "error", "tflops", "hardware_tflops", "mfu", "tokens_per_second", "spent",
-        "savings", "memory", "memory_error", "fits", "stages", "homes",
+        "savings", "memory", "memory_error", "fits", "stages", "homes", "budgets",
     )  # fmt: skip
 
     layout: StepLayout
@@ -153,6 +155,7 @@ class Estimate(Shown):
     row: str
     tokens: int = 0
     savings: tuple[TimeSaving, ...] = ()
+    budgets: tuple[MemoryPlan, ...] = ()
     source: Any = field(default=None, compare=False)
 
     @property
@@ -267,8 +270,25 @@ class Estimate(Shown):
                 lines,
                 Table(head, (*self._memory_rows(), bars), ("", *("note",) * (len(head) - 2), "cut")),  # type: ignore[arg-type]
                 beside,
+                *self.budget_table(),
+                self.budget_lines(),
             ),
         )  # fmt: skip
+
+    def budget_table(self) -> tuple[Table, ...]:
+        """Returns the table of what a stage keeps for backward under a budget: of the one that computes most again."""
+        most = max(self.budgets, key=lambda stage: stage.seconds, default=None)
+        return () if most is None else (most.table(),)
+
+    def budget_lines(self) -> tuple[str, ...]:
+        """Returns the lines about a budget, of each stage; of more than eight stages, of two at each end."""
+        count, lines = len(self.budgets), list[str]()
+        for i, stage in enumerate(self.budgets):
+            if count <= 8 or not 2 <= i < count - 2:
+                lines += [f"stage {i}"] * (count > 1) + list(stage.lines())
+            elif i == 2:
+                lines.append("...")
+        return tuple(lines)
 
     def savings_table(self) -> tuple[Table, ...]:
         """Returns the table of what is hidden and fused, if something is: a part of the sheet and of the page."""

@@ -22,7 +22,7 @@ from autotp.costs.hardware import GIB, Hardware, hardware_of
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error, within
 from autotp.ops.eager_mode import uncollected
-from autotp.options import Recompute
+from autotp.options import Memory, Recompute, memory_limit
 from autotp.tools.estimation.closed_form import ClosedForms
 from autotp.tools.estimation.counts.pieces import Lowered, lowered_again
 from autotp.tools.estimation.error_bars import why_zero_3
@@ -135,7 +135,7 @@ def search(
     gpus: int,
     gpu: str | Hardware,
     batch: int,
-    memory: float = 0.9,
+    memory: float | str = 0.9,
     dtype: torch.dtype | None = None,
     compiled: bool = False,
     sequence: int | None = None,
@@ -145,14 +145,15 @@ def search(
 
     It tries all numbers of tensor-parallel ranks that divide `gpus`, up to two nodes; all numbers of stages and
     replicas; for sequences of 8,192 tokens or more, 2, 4 and 8 context-parallel ranks; micro-batches of 1 to 32 rows;
-    the schedules 1F1B, interleaved and zero-bubble; recomputation; ZeRO 0 and 1, and without a pipeline 2 and 3, too.
+    the schedules 1F1B, interleaved and zero-bubble; ZeRO 0 and 1, and without a pipeline 2 and 3, too. What does not
+    fit is tried with `memory=`, the fastest choice of what stays and what is computed again.
     Sequence parallelism is on wherever there are tensor-parallel ranks: over NCCL it sends as many bytes, and saves
     memory. Graphs are counted here; `estimate` and `distribute` check their types, too.
 
     Args:
         model, gpu, batch, dtype, compiled, sequence, example_inputs: as for `estimate`.
         gpus: the number of devices.
-        memory: the part of a device's memory that tensors may take.
+        memory: the part of a device's memory that tensors may take, or their bytes: "20GB".
 
     Raises:
         Error: as `estimate`; or no layout fits.
@@ -169,16 +170,17 @@ def search(
         expect_arguments(search, gpu=gpu, dtype=dtype, compiled=compiled, sequence=sequence)
         # Raises for a wrong batch or dtype before the model is captured, which takes seconds.
         StepLayout(batch=batch, dtype=dtype)
-        device = expect_search(gpus, gpu, batch, memory)
-        layouts = Layouts(model, device, COMPILED if compiled else AUTOTP, dtype, sequence, example_inputs)
+        device, limit = expect_search(gpus, gpu, batch, memory)
+        practice = COMPILED if compiled else AUTOTP
+        layouts = Layouts(model, device, practice, dtype, sequence, example_inputs, limit)
         with uncollected():
-            return _searched(layouts, gpus, batch, memory)
+            return _searched(layouts, gpus, batch, limit)
 
     return within(f"search({type(model).__name__}, gpus={gpus})", run)
 
 
-def expect_search(gpus: int, gpu: str | Hardware, batch: int, memory: float) -> Hardware:
-    """Returns the kind of device of a search. Arguments as for `search`.
+def expect_search(gpus: int, gpu: str | Hardware, batch: int, memory: float | str) -> tuple[Hardware, float]:
+    """Returns the kind of device of a search, and the bytes that tensors may take. Arguments as for `search`.
 
     Raises:
         Error: one of them is wrong.
@@ -187,9 +189,12 @@ def expect_search(gpus: int, gpu: str | Hardware, batch: int, memory: float) -> 
     StepLayout(batch=batch)
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
         raise Error(f"gpus={gpus!r} is not a whole number of 1 or more", fix="gpus=8")
+    if isinstance(memory, str) and memory != "auto":
+        memory = memory_limit(memory)
+        return device, memory if memory > 1 else memory * device.memory
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 < memory <= 1:
         raise Error(f"memory={memory!r} is not a part of a device's memory", fix="memory=0.9")
-    return device
+    return device, memory * device.memory
 
 
 @dataclass(frozen=True)
@@ -201,16 +206,21 @@ class Rough:
 
 
 class Layouts:
-    """A model, captured for each number of tensor-parallel and context-parallel ranks when it is first needed."""
+    """A model, captured for each number of tensor-parallel and context-parallel ranks when it is first needed.
+
+    Args:
+        limit: the bytes that tensors may take.
+    """
 
     def __init__(
         self, model: nn.Module, device: Hardware, practice: Practice, dtype: torch.dtype | None, sequence: int | None,
-        example_inputs: Any,
+        example_inputs: Any, limit: float = math.inf,
     ) -> None:  # fmt: skip
-        self.device, self.dtype = device, dtype
+        self.device, self.limit, self.dtype = device, limit, dtype
+        self._rough: dict[tuple[StepLayout, ClosedForms], Rough] = {}
         self._practice, self._call = practice, estimated_call(model, sequence, example_inputs)
         self._prices: dict[tuple[int, int, Recompute, bool], Prices] = {}
-        self._forms: dict[tuple[int, int, Recompute, bool], ClosedForms] = {}
+        self._forms: dict[tuple[int, int, bool], ClosedForms] = {}
         self.pipelines = True
 
     def prices(self, tp: int, cp: int, recompute: Recompute, halves: bool = False) -> Prices:
@@ -248,13 +258,31 @@ class Layouts:
         return lowered_again(plain, replace(plain.training, schedule="zero-bubble"))
 
     def price(self, layout: StepLayout) -> Estimate:
-        """Returns the estimate of a layout."""
+        """Returns the estimate of a layout; where no choice of a budget fits, that with full recomputation."""
+        budget = self.limit
+        while layout.memory is not None and budget > 0:
+            try:
+                est = self._price(replace(layout, memory=_bytes(budget)))
+            except Error:
+                break
+            # The estimate counts more of what lives for a moment than the budget.
+            if est.fullest.total <= self.limit:
+                return est
+            budget -= 1.01 * (est.fullest.total - self.limit)
+        return self._price(layout if layout.memory is None else replace(layout, memory=None, recompute="full"))
+
+    def _price(self, layout: StepLayout) -> Estimate:
         halves = layout.pp > 1 and engine_of(layout.schedule).halves
         return price(self.prices(layout.tp, layout.cp, layout.recompute, halves), layout)
 
     def ranks(self, gpus: int) -> list[int]:
         """Returns the numbers of tensor-parallel ranks: up to two nodes."""
         return [n for n in range(1, 2 * self.device.node + 1) if gpus % n == 0]
+
+    @property
+    def budgets(self) -> tuple[Memory, ...]:
+        """The budgets that are tried; without a limit everything fits."""
+        return (None,) if self.limit == math.inf else (None, _bytes(self.limit))
 
     def contexts(self, ranks: int) -> list[int]:
         """Returns the numbers of context-parallel ranks: several for long sequences of a model with self-attention."""
@@ -270,25 +298,17 @@ class Layouts:
                 return [1]
         return counts
 
-    def recomputes(self, tp: int) -> tuple[Recompute, ...]:
-        """Returns the ways of recomputation: fused attention keeps no scores that could be recomputed selectively."""
-        recorded = self.prices(tp, 1, "none").pieces(1)
-        blocks = {piece.kind for piece in recorded.pieces[:-1]}  # Behind the last block, the loss has a softmax.
-        scores = any("softmax" in op.name for number in blocks for op in recorded.records[number].ops)
-        return ("none", "selective", "full") if scores else ("none", "full")
-
-    def closed_forms(self, tp: int, cp: int, recompute: Recompute) -> ClosedForms:
-        """Returns the closed forms for what `prices` takes; they serve for halves of backward, too."""
-        which: Recompute = "selective" if recompute == "selective" else "none"
-        key = tp, cp, which, self.is_lowered(tp, cp)
+    def closed_forms(self, tp: int, cp: int) -> ClosedForms:
+        """Returns the closed forms of numbers of ranks; they serve for halves of backward, too."""
+        key = tp, cp, self.is_lowered(tp, cp)
         if key not in self._forms:
-            self._forms[key] = ClosedForms(self.prices(tp, cp, which)) if key[-1] else self._low(tp, cp, which)
+            self._forms[key] = ClosedForms(self.prices(tp, cp, "none")) if key[-1] else self._low(tp, cp)
         return self._forms[key]
 
-    def _low(self, tp: int, cp: int, which: Recompute) -> ClosedForms:
+    def _low(self, tp: int, cp: int) -> ClosedForms:
         """Returns closed forms without the graph of these ranks; their prices are low."""
-        self.prices(1, CONTEXTS[1], which)  # Lowers the model for these, if that has not been done.
-        local, cut, on_one_rank = (self.closed_forms(n, m, which) for n, m in ((tp, 1), (1, CONTEXTS[1]), (1, 1)))
+        self.prices(1, CONTEXTS[1], "none")  # Lowers the model for these, if that has not been done.
+        local, cut, on_one_rank = (self.closed_forms(n, m) for n, m in ((tp, 1), (1, CONTEXTS[1]), (1, 1)))
         return local.divided(cp, cut, CONTEXTS[1], on_one_rank)
 
     def is_lowered(self, tp: int, cp: int) -> bool:
@@ -304,11 +324,26 @@ class Layouts:
         return [(x, self.rough(x) if (x.tp, x.cp) == (tp, cp) else r) for x, r in priced]
 
     def rough(self, layout: StepLayout) -> Rough:
-        """Returns the price of a layout whose schedule is a closed form."""
-        forms = self.closed_forms(layout.tp, layout.cp, layout.recompute)
-        step, prices = forms.simulated(layout), forms.prices
-        memory = memory_of_ranks(prices, layout, step)
-        return Rough(step_seconds(prices, layout, step), max(rank.total for rank in memory))
+        """Returns the price of a layout whose schedule is a closed form.
+
+        A budget drops the cheapest values first: half of what "full" drops takes a quarter of the time of "full", as in
+        the measured steps of docs/memory.md.
+        """
+        if layout.memory is None:
+            return self._rough_of(layout)
+        keeping, full = (self._rough_of(replace(layout, memory=None, recompute=how)) for how in ("none", "full"))
+        memory = max(full.memory, min(keeping.memory, self.limit))
+        part = (keeping.memory - memory) / max(keeping.memory - full.memory, 1.0)
+        return Rough(keeping.seconds + part**2 * (full.seconds - keeping.seconds), memory)
+
+    def _rough_of(self, layout: StepLayout) -> Rough:
+        forms = self.closed_forms(layout.tp, layout.cp)
+        if (layout, forms) not in self._rough:
+            step, prices = forms.simulated(layout), forms.prices
+            memory = memory_of_ranks(prices, layout, step)
+            rough = Rough(step_seconds(prices, layout, step), max(rank.total for rank in memory))
+            self._rough[layout, forms] = rough
+        return self._rough[layout, forms]
 
     def legal(self, gpus: int, batch: int) -> Iterator[StepLayout]:
         """Yields the layouts of a number of devices whose sizes multiply out.
@@ -327,14 +362,12 @@ class Layouts:
                 ways = dict.fromkeys(
                     option for n in micro_batches for option in _schedules(pp, blocks, batch // dp // n)
                 )
-                for (schedule, interleave), zero, recompute in itertools.product(
-                    ways, _stages(dp, pp), self.recomputes(tp)
-                ):
+                for (schedule, interleave), zero, memory in itertools.product(ways, _stages(dp, pp), self.budgets):
                     for micro in micro_batches:
                         if (schedule, interleave) in _schedules(pp, blocks, batch // dp // micro):
                             yield StepLayout(
                                 batch=batch, tp=tp, cp=cp, pp=pp, dp=dp, micro_batch=micro, schedule=schedule,
-                                interleave=interleave, zero=zero, recompute=recompute,
+                                interleave=interleave, zero=zero, memory=memory,
                                 sequence_parallel=tp > 1, dtype=self.dtype,
                             )  # fmt: skip
 
@@ -359,8 +392,12 @@ def _schedules(pp: int, blocks: int, microbatches: int) -> Iterator[tuple[str, i
             yield "zero-bubble", None
 
 
-def _searched(layouts: Layouts, gpus: int, batch: int, memory: float) -> Search:
-    limit = memory * layouts.device.memory
+def _bytes(limit: float) -> str | int:
+    """Returns a number of bytes as a user writes it: whole tenths of a gigabyte, where it has some."""
+    return f"{math.floor(limit / 1e8) / 10:g}GB" if limit >= 1e10 else int(limit)
+
+
+def _searched(layouts: Layouts, gpus: int, batch: int, limit: float) -> Search:
     priced, tried = _priced_roughly(layouts, gpus, batch, limit)
     if not priced:
         raise Error(f"a batch of {batch} rows is not divided evenly by any layout of {gpus} devices", fix="batch=gpus")
@@ -383,7 +420,8 @@ def _priced_roughly(
         if full is not None and layout.equals_but_for_micro_batch(full):
             continue
         rough = layouts.rough(layout)
-        priced.append((layout, rough))
+        if layout.memory is None or layouts.rough(replace(layout, memory=None)).memory > limit / FAR:
+            priced.append((layout, rough))
         full = layout if rough.memory > FAR * limit else None
     return priced, tried
 
@@ -403,7 +441,11 @@ def _fastest(
         enough = fitting[-1].seconds if len(fitting) == SHOWN else math.inf
         # A tenth more than the slowest that is shown: so much may a rough price be too high.
         near = itertools.takewhile(lambda pair: pair[1].seconds < 1.1 * enough, ordered)  # noqa: B023  Used up here.
-        candidates = [pair for pair in near if pair[0] not in priced and pair[1].memory <= FAR * limit]
+        whole = {est.layout for est in priced.values() if est.fullest.total <= limit}
+        candidates = [
+            (layout, rough) for layout, rough in near if layout not in priced and rough.memory <= FAR * limit
+            and not (layout.memory is not None and replace(layout, memory=None) in whole)  # It fits without a budget.
+        ]  # fmt: skip
         lowered = next((x for x, _ in candidates if layouts.is_lowered(x.tp, x.cp)), None)
         low = next((x for x, r in candidates if not layouts.is_lowered(x.tp, x.cp) and r.seconds < enough), None)
         if lowered is not None:

@@ -60,6 +60,7 @@ def page_data(
         "spent": [] if estimate is None else _spent(estimate),
         "savings": [] if estimate is None else as_plain_data(estimate.savings_table()),
         "memory": None if estimate is None else _memory(estimate),
+        "budget": None if estimate is None else _budget(estimate),
         "sizes": _sizes(subject),
         "report": None if compared is None else difference_data(compared, blame),
         "proof": stamp_data(subject, proof or compared),
@@ -109,7 +110,8 @@ def _layout(estimate: Estimate) -> list[dict[str, str]]:
         ("data", str(layout.dp), ""), ("batch", f"{layout.batch:,}", "rows"),
         ("micro-batch", str(layout.micro_batch), "rows"),
         ("schedule", schedule, ""), ("sequence", "cut" if layout.sequence_parallel else "whole", ""),
-        ("recompute", layout.recompute, ""), ("ZeRO", str(layout.zero), ""),
+        *[("recompute", layout.recompute, "")] * (layout.memory is None),
+        *[("budget", f"{layout.memory}", "")] * (layout.memory is not None), ("ZeRO", str(layout.zero), ""),
         ("seconds a step", f"{estimate.seconds:.3g}", f"± {estimate.seconds * error:.1g}"),
         ("TFLOP/s a GPU", f"{estimate.tflops:.0f}", f"± {estimate.tflops * error:.0f}"),
         ("of peak", f"{estimate.mfu:.1%}", f"± {estimate.mfu * error:.1%}"),
@@ -133,6 +135,12 @@ def _memory(estimate: Estimate) -> dict[str, Any]:
         "fits": estimate.fits, "reserved": estimate.fullest.reserved, "limit": estimate.device.memory,
         "kinds": estimate.memory_error,
     }  # fmt: skip
+
+
+def _budget(estimate: Estimate) -> dict[str, Any] | None:
+    """Returns the table of the largest kept values, and the lines about the budget of each stage; None without one."""
+    tables = estimate.budget_table()
+    return {"table": as_plain_data(tables[0]), "lines": list(estimate.budget_lines())} if tables else None
 
 
 def _sizes(subject: Subject) -> dict[str, int]:

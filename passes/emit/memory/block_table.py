@@ -8,7 +8,7 @@ The block runs on fake tensors of a call's sizes, so that the operators are thos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -43,6 +43,7 @@ class BlockValue:
         reads: the values that it needs to run again.
         inputs: the inputs of the block that it needs.
         seconds: to run it again.
+        flops: of the products in it.
         collectives: the number of collectives in it.
         made: bytes of its memory.
         kept: bytes that autograd keeps: of its memory, and internal to it, such as a log-sum-exp.
@@ -58,6 +59,7 @@ class BlockValue:
     reads: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     seconds: float = 0.0
+    flops: float = 0.0
     collectives: int = 0
     made: int = 0
     kept: int = 0
@@ -114,10 +116,12 @@ class BlockTable:
             masks += value.seconds if fate == "bits" and value.seeds else 0.0
             kept[name] = 0 if fate == "host" else value.smaller if fate == "bits" else value.kept
             kept[name] += value.made * (name in boundary and value.inside)
+        # In the table's order: sums of a set's order differ in the last digit from rank to rank, and so would choices.
+        runs = [value for name, value in self.values.items() if name in again]
         return Kept(
-            kept=kept, inputs=frozenset(inputs), seconds=masks + sum(self.values[name].seconds for name in again),
-            collectives=sum(self.values[name].collectives for name in again), moved=sum(moved.values()),
-            again=sum(self.values[name].made for name in again),
+            kept=kept, inputs=frozenset(inputs), seconds=masks + sum(value.seconds for value in runs),
+            flops=sum(value.flops for value in runs), collectives=sum(value.collectives for value in runs),
+            moved=sum(moved.values()), again=sum(value.made for value in runs),
         )  # fmt: skip
 
 
@@ -129,6 +133,7 @@ class Kept:
         kept: name of a value -> the bytes that stay on the device.
         inputs: the inputs of the block that stay.
         seconds: of what backward computes again.
+        flops: of the products in it.
         collectives: the number of collectives among it.
         moved: bytes that go to the host and come back.
         again: bytes that the computation makes that runs again, at most all at once.
@@ -137,6 +142,7 @@ class Kept:
     kept: Mapping[str, int]
     inputs: frozenset[str]
     seconds: float
+    flops: float
     collectives: int
     moved: int
     again: int
@@ -149,6 +155,7 @@ class _Row:
     node: fx.Node
     reads: dict[str, None] = field(default_factory=dict)
     seconds: float = 0.0
+    flops: float = 0.0
     collectives: int = 0
     memories: dict[int, int] = field(default_factory=dict)
     fixed: bool = False
@@ -160,11 +167,14 @@ class TableRun(SavingRun):
 
     Args:
         groups: name of a process group -> name of the group that it communicates over in this run.
+        stands_for: returns what runs for an operator: on `meta` an operator does not know the device that it is for.
     """
 
-    def __init__(self, module: fx.GraphModule, groups: Mapping[str, str], device: Hardware) -> None:
+    def __init__(
+        self, module: fx.GraphModule, groups: Mapping[str, str], device: Hardware, stands_for: Callable[[Any], Any]
+    ) -> None:
         super().__init__(module)
-        self.device, self.groups, self.rows = device, groups, dict[str, _Row]()
+        self.device, self.groups, self.stands_for, self.rows = device, groups, stands_for, dict[str, _Row]()
         self.results: tuple[str, ...] = ()
         self.uneven = False
         self._nodes: dict[str, fx.Node] = {}
@@ -185,6 +195,7 @@ class TableRun(SavingRun):
         row = self.rows.setdefault(maker, _Row(n))
         row.reads.update({name: None for name in reads if name != maker})
         row.seconds += work.seconds
+        row.flops += work.flops
         row.collectives += work.collectives
         row.fixed |= n.target is enter_autocast
         row.others += [n.name] * (n.name != maker)
@@ -194,8 +205,9 @@ class TableRun(SavingRun):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator, over the groups of this run."""
-        self.uneven |= target in COMMUNICATING and args[1] in self.groups and is_uneven(target, args)
-        return super().call_function(target, over_groups(args, self.groups), kwargs)
+        args, known = over_groups(args, self.groups), target in COMMUNICATING and args[1] in self.groups
+        self.uneven |= known and is_uneven(target, args)
+        return super().call_function(self.stands_for(target), args, kwargs)
 
     def table(self) -> BlockTable:
         """Returns the table of the block that ran."""
@@ -214,9 +226,9 @@ class TableRun(SavingRun):
             saves = saved_by_value.get(name, {}).values()
             values[name] = BlockValue(
                 name=name, node=row.node, reads=tuple(x for x in row.reads if x not in inputs),
-                inputs=tuple(x for x in row.reads if x in inputs), seconds=row.seconds, collectives=row.collectives,
-                others=tuple(row.others), made=sum(row.memories.values()), kept=sum(x.bytes for x in saves),
-                inside=all(x.origin is None for x in saves),
+                inputs=tuple(x for x in row.reads if x in inputs), seconds=row.seconds, flops=row.flops,
+                collectives=row.collectives, others=tuple(row.others), made=sum(row.memories.values()),
+                kept=sum(x.bytes for x in saves), inside=all(x.origin is None for x in saves),
                 smaller=sum(map(self._smaller, saves)), seeds=any(map(self._is_mask, saves)), fixed=fixed,
             )  # fmt: skip
         return BlockTable(values=values, inputs=frozenset(saved_by_value) & inputs, results=self.results)
@@ -261,14 +273,15 @@ def over_groups(args: tuple[Any, ...], groups: Mapping[str, str]) -> tuple[Any, 
 
 
 def block_table(
-    module: fx.GraphModule, args: Sequence[Any], groups: Mapping[str, str], device: Hardware
-) -> tuple[BlockTable, Any]:
+    module: fx.GraphModule, args: Sequence[Any], groups: Mapping[str, str], device: Hardware,
+    stands_for: Callable[[Any], Any] = lambda operator: operator,
+) -> tuple[BlockTable, Any]:  # fmt: skip
     """Returns the table of a block for these arguments, which may be fake, and what it returns.
 
     Args:
-        groups: as for `TableRun`.
+        groups, stands_for: as for `TableRun`.
     """
-    run = TableRun(module, groups, device)
+    run = TableRun(module, groups, device, stands_for)
     with torch.enable_grad():
         result = run.run(*args)
     return without_collectives(run.table()) if run.uneven else run.table(), result

@@ -9,11 +9,14 @@ of device alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
@@ -24,6 +27,7 @@ from autotp.errors import Error
 from autotp.ops.collectives import communicate
 from autotp.ops.eager_mode import no_transform
 from autotp.options import Memory, memory_limit
+from autotp.passes.capture.autocast_regions import ambient_everywhere
 from autotp.passes.emit.kept_values.fates import Fate
 from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.passes.emit.memory.block_table import without_collectives
@@ -34,7 +38,6 @@ FATES: tuple[Fate, ...] = ("recompute", "host", "bits")
 GIGABYTE = 10**9
 MOST = 64
 """The most kinds of calls whose choices are kept."""
-ALTERNATIVE = "shorter sequences, a smaller microbatch, or more ranks: `autotp search` lists layouts that fit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ class Allowance:
         memory: the option: bytes of the rank, or "50%".
         fixed: bytes that are there anyway: parameters, gradients, optimizer states.
         calls: the number of calls whose values are kept at a time: microbatches of a pipeline's stage.
-        share: the part of what is left that is this graph's: a rank may have several stages.
+        share: the part of the memory that is this graph's: a rank may have several stages.
     """
 
     memory: int | str
@@ -56,7 +59,7 @@ class Allowance:
     def limit(self, table: GraphTable, whole: Choices) -> float:
         """Returns the bytes that `measure` may return. whole: the choices under which all is kept"""
         limit = memory_limit(self.memory)
-        return limit * table.kept(whole) if limit <= 1 else (limit - self.fixed) * self.share
+        return limit * table.kept(whole) if limit <= 1 else limit * self.share - self.fixed
 
     def measure(self, table: GraphTable, choices: Choices) -> float:
         """Returns the bytes of a choice: of a part of one microbatch; else of all that the rank needs at once."""
@@ -76,6 +79,7 @@ class MemoryChoice:
         whole: the choice under which all is kept.
         allowance: what the graph may use.
         gigabyte: seconds of a microbatch that a gigabyte more would save.
+        smallest: the smallest budget under which the graph fits, if it does not fit: bytes of the rank, or percent.
     """
 
     table: GraphTable
@@ -83,6 +87,7 @@ class MemoryChoice:
     whole: Choices
     allowance: Allowance
     gigabyte: float
+    smallest: int
 
     @property
     def kept(self) -> int:
@@ -108,7 +113,8 @@ class Budget(SetsFates):
     Attributes:
         module: the graph, with a module for each call of a block.
         held: placeholder of a parameter, buffer or constant -> a tensor like it, on any device.
-        allowance: what the graph may use.
+        allowance: what the graph may use; its fixed bytes are those of a rank whose parameters are all frozen.
+        learning: placeholder of a parameter -> the bytes of its gradient and states, which it has if it learns.
         device: the rank's device.
         groups: name of a process group -> the rank in it, and its size.
         even: whether all ranks have parameters of the same sizes.
@@ -122,6 +128,7 @@ class Budget(SetsFates):
     device: torch.device
     groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     even: bool = True
+    learning: Mapping[str, int] = field(default_factory=dict)
     agrees: bool = False
     latest: MemoryChoice | None = None
 
@@ -130,26 +137,33 @@ class Budget(SetsFates):
         self._choices: dict[Any, MemoryChoice] = {}
         self._now: Any = None
 
-    def __call__(self, *inputs: Any) -> None:
+    def __call__(self, inputs: Sequence[Any], parameters: Sequence[Tensor]) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return  # Without gradients nothing is kept, and a compilation has the fates of the calls before it.
-        key = tuple([(x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in inputs])
-        if key != self._now and no_transform(*(x for x in inputs if isinstance(x, Tensor))):
-            self.choose(inputs, self.agrees)
-            self._now = key
+        learns = tuple([x.requires_grad for x in parameters])
+        sizes = tuple([(x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in inputs])
+        now = (sizes, learns, *ambient_everywhere())
+        if now != self._now and no_transform(*(x for x in inputs if isinstance(x, Tensor))):
+            self.choose(inputs, self.agrees, [name for name, x in zip(self.learning, learns, strict=True) if x])
+            self._now = now
 
-    def choose(self, inputs: Sequence[Any], agrees: bool = False) -> MemoryChoice:
+    def choose(
+        self, inputs: Sequence[Any], agrees: bool = False, learners: Collection[str] | None = None
+    ) -> MemoryChoice:
         """Sets and returns the fates for a call with these inputs; tensors may be on `meta`.
 
         Args:
             agrees: whether all ranks choose now, and none goes on if one of them has to stop.
+            learners: the placeholders of the parameters that learn; by default those that did at capture.
 
         Raises:
             Error: the graph does not fit.
         """
-        key = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in inputs)
+        names = [n for n in self.learning if self.held[n].requires_grad] if learners is None else learners
+        sizes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in inputs)
+        key = (sizes, frozenset(names), *ambient_everywhere())
         if key not in self._choices:
-            self._choices[key] = self._chosen(inputs, agrees)
+            self._choices[key] = self._chosen(inputs, agrees, frozenset(names))
             if len(self._choices) > MOST:
                 del self._choices[next(iter(self._choices))]
         self.latest = self._choices[key]
@@ -160,24 +174,16 @@ class Budget(SetsFates):
                 block.use(table.of_operators(choice.fates))
         return self.latest
 
-    def _chosen(self, inputs: Sequence[Any], agrees: bool) -> MemoryChoice:
-        device, allowance = hardware_at(self.device), self.allowance
-        table = self._counted(inputs, device)
-        allowed = FATES if self.device.type != "cpu" else ("recompute", "bits")
-        whole = choose_fates(table, table.kept, float("inf"), device, ()).choices
-        limit = allowance.limit(table, whole)
-
-        def measure(choices: Choices) -> float:
-            return allowance.measure(table, choices)
-
-        chosen = choose_fates(table, measure, limit, device, allowed)
-        needed = 0 if chosen.fits else _smallest(allowance, chosen.least, table.kept(whole))
-        if needed := self._largest(needed) if agrees else needed:
-            raise _too_small(allowance, needed)
-        more = choose_fates(table, measure, limit + GIGABYTE, device, allowed)
-        return MemoryChoice(
-            table=table, chosen=chosen, whole=whole, allowance=allowance, gigabyte=chosen.seconds - more.seconds
-        )
+    def _chosen(self, inputs: Sequence[Any], agrees: bool, learners: frozenset[str]) -> MemoryChoice:
+        device = hardware_at(self.device)
+        fixed = self.allowance.fixed + sum(self.learning[name] for name in learners)
+        allowance = replace(self.allowance, fixed=fixed)
+        choice = choice_under(allowance, self.counted(inputs, device, learners), device)
+        if needed := self._largest(choice.smallest) if agrees else choice.smallest:
+            ranks = dist.get_world_size() if dist.is_initialized() else math.prod(n for _, n in self.groups.values())
+            rows = next((x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim()), 1)
+            raise too_small(allowance, needed, device, ranks, int(rows))
+        return choice
 
     def _largest(self, number: int) -> int:
         """Returns the largest of the numbers of all ranks."""
@@ -187,20 +193,32 @@ class Budget(SetsFates):
                 largest = communicate("all_reduce", largest, "max", group)
         return int(largest)
 
-    def _counted(self, inputs: Sequence[Any], device: Hardware) -> GraphTable:
-        """Returns the table of the graph for a call with these inputs, on fake tensors."""
-        given = iter(inputs)
+    def counted(
+        self, inputs: Sequence[Any], device: Hardware, learners: Collection[str],
+        stands_for: Callable[[Any], Any] = lambda operator: operator,
+    ) -> GraphTable:  # fmt: skip
+        """Returns the table of the graph for a call with these inputs, on fake tensors, or on `meta`.
+
+        Args:
+            learners: the placeholders of the parameters that learn.
+            stands_for: returns what runs for an operator.
+        """
+        queue = iter(inputs)
         # A count reaches no other rank: it communicates over groups without processes.
         counted = {name: f"counted {name}" for name in self.groups}
         sizes = {counted[name]: size for name, (_, size) in self.groups.items()}
         ranks = {counted[name]: rank for name, (rank, _) in self.groups.items()}
-        with FakeTensorMode(allow_non_fake_inputs=True), without_processes(sizes, ranks):
+        on_fake = nullcontext() if self.device.type == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
+        with on_fake, without_processes(sizes, ranks):
             args = [
-                self._fake(self.held[node.name] if node.name in self.held else next(given))
+                self._fake(self.held[node.name] if node.name in self.held else next(queue))
                 for node in self.module.graph.find_nodes(op="placeholder")
             ]
+            for node, x in zip(self.module.graph.find_nodes(op="placeholder"), args, strict=True):
+                if node.name in self.learning:
+                    x.requires_grad_(node.name in learners)
             try:
-                table = graph_table(self.module, args, self.held, counted, device)
+                table = graph_table(self.module, args, self.held, counted, device, stands_for)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise Error(
                     f"memory= counts bytes before a call, and `{error.func}` makes sizes of values",
@@ -221,46 +239,86 @@ def _strides(x: Tensor, shape: Sequence[int]) -> Sequence[int]:
     return x.stride() if all(type(n) is int for n in x.stride()) else torch.empty(shape, device="meta").stride()
 
 
+def choice_under(allowance: Allowance, table: GraphTable, device: Hardware) -> MemoryChoice:
+    """Returns what a budget does with the values of a graph; if nothing fits, the choice with the fewest bytes.
+
+    Args:
+        device: the kind of device; a CPU has no other memory to move values to.
+    """
+    allowed = FATES if device.is_gpu else ("recompute", "bits")
+    whole = choose_fates(table, table.kept, float("inf"), device, ()).choices
+    limit = allowance.limit(table, whole)
+
+    def measure(choices: Choices) -> float:
+        return allowance.measure(table, choices)
+
+    chosen = choose_fates(table, measure, limit, device, allowed)
+    more = choose_fates(table, measure, limit + GIGABYTE, device, allowed)
+    return MemoryChoice(
+        table=table, chosen=chosen, whole=whole, allowance=allowance, gigabyte=chosen.seconds - more.seconds,
+        smallest=0 if chosen.fits else _smallest(allowance, chosen.least, table.kept(whole)),
+    )  # fmt: skip
+
+
 def _smallest(allowance: Allowance, least: int, whole: int) -> int:
     """Returns the smallest budget under which a graph fits: bytes of the rank, or percent."""
     if memory_limit(allowance.memory) <= 1:
         return -(-100 * least // max(whole, 1))
-    return int(allowance.fixed + -(-least // allowance.share))
+    return int(-(-(allowance.fixed + least) // allowance.share))
 
 
-def _too_small(allowance: Allowance, needed: int) -> Error:
-    """Returns the error of a budget under which nothing fits. needed: the smallest that would do"""
+def too_small(allowance: Allowance, needed: int, device: Hardware, ranks: int, rows: int) -> Error:
+    """Returns the error of a budget under which nothing fits, with the search for layouts that do.
+
+    Args:
+        needed: the smallest budget that would do.
+        ranks: all ranks.
+        rows: of the batch.
+    """
     limit = memory_limit(allowance.memory)
+    search = f'autotp.search(model, gpus={ranks}, gpu="{device.name}", batch={rows}), which lists layouts that fit'
+    alternative = f"shorter sequences, a smaller microbatch, more ranks, or {search}"
     if limit <= 1:
         return Error(
             f"memory={allowance.memory!r}: a microbatch keeps at least {needed}% of what it keeps without a budget",
             fix=f'memory="{needed}%"',
-            alternative=ALTERNATIVE,
+            alternative=alternative,
         )
     return Error(
         f"memory={bytes_text(int(limit))}: the rank needs at least {bytes_text(needed)}, of which "
         f"{bytes_text(allowance.fixed)} are parameters, gradients and optimizer states",
         fix=f"memory={needed}",
-        alternative=ALTERNATIVE,
+        alternative=alternative,
     )
 
 
 def budget_on(memory: Memory, device: torch.device) -> Memory:
-    """Returns a budget with the bytes that "auto" means on a device: nine tenths of its memory, the same on each rank.
+    """Returns a budget with the bytes that "auto" means on a device. Errors as of `budget_within`."""
+    on_gpu = device.type == "cuda"
+    total = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu and memory == "auto" else None
+    return budget_within(memory, device.type, total)
+
+
+def budget_within(memory: Memory, device: str, total: float | None) -> Memory:
+    """Returns a budget with the bytes that "auto" means: nine tenths of a device's memory, the same on each rank.
 
     The rest is for the driver, for buffers of process groups, and for gaps between tensors.
+
+    Args:
+        device: what the device is called.
+        total: the bytes of its memory; None for a CPU.
 
     Raises:
         Error: a CPU has no memory of its own.
     """
     if memory != "auto":
         return memory
-    if device.type != "cuda":
+    if total is None:
         raise Error(
-            f'memory="auto" on {device.type}, which shares its memory with other programs',
+            f'memory="auto" on {device}, which shares its memory with other programs',
             fix='memory="24GB", the bytes that this rank may use',
         )
-    return int(0.9 * torch.cuda.get_device_properties(device).total_memory)
+    return int(0.9 * total)
 
 
 def budget_of(module: fx.GraphModule) -> Budget | None:

@@ -5,7 +5,7 @@ Memory counts once: what a block returns and the next one keeps as its input is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,8 @@ class GraphTable:
         outside: number of a memory -> bytes that are kept between blocks, and lines that keep them.
         sizes: number of a memory -> its bytes.
         widest: bytes of the largest value outside of blocks whose gradient backward makes: of the logits.
+        placeholders: the number of the memory of each, in order; None for what is no tensor, or there anyway.
+        returned: the numbers of the memory of the tensors that the graph returns, in order.
     """
 
     calls: Sequence[BlockCallRow]
@@ -56,21 +58,26 @@ class GraphTable:
     outside: Mapping[int, fx.Node]
     sizes: Mapping[int, int]
     widest: int
+    placeholders: Sequence[int | None] = ()
+    returned: Sequence[int] = ()
 
     def kept(self, choices: Sequence[Choice]) -> int:
         """Returns the bytes that are kept under a choice for each call."""
-        return self._kept_and_peak(choices)[0]
+        return self.running(choices)[-1][0]
 
     def peak(self, choices: Sequence[Choice]) -> int:
         """Returns the most bytes at once: what is kept, and what backward makes beside it at its fullest moment.
 
         At the start of backward that is the gradient of the logits; in a block what is computed again.
         """
-        return self._kept_and_peak(choices)[1]
+        running = self.running(choices)
+        return max(running[-1][0] + self.widest, *(now + again for now, again in running))
 
-    def _kept_and_peak(self, choices: Sequence[Choice]) -> tuple[int, int]:
-        shared, total, fullest = set(self.outside), 0, 0
+    def running(self, choices: Sequence[Choice]) -> list[tuple[int, int]]:
+        """Returns the bytes that are kept before all calls and after each, and those that the call computes again."""
+        shared, total = set(self.outside), 0
         now = sum(self.sizes[memory] for memory in shared)
+        running = [(now, 0)]
         for call, choice in zip(self.calls, choices, strict=True):
             memories = {call.inputs[name] for name in choice.after.inputs if name in call.inputs}
             # A result that the block keeps, too, is that of its next reader.
@@ -78,8 +85,8 @@ class GraphTable:
             now += sum(self.sizes[memory] for memory in memories - shared)
             shared |= memories
             total += sum(n for name, n in choice.after.kept.items() if name not in call.results)
-            fullest = max(fullest, now + total + choice.after.again)
-        return now + total, max(fullest, now + total + self.widest)
+            running.append((now + total, choice.after.again))
+        return running
 
 
 class SetsFates:
@@ -91,19 +98,22 @@ class GraphRun(SavingRun):
 
     Args:
         held: the placeholders of parameters, buffers and constants, which are there anyway.
-        groups: as for `TableRun`.
+        groups, stands_for: as for `TableRun`.
     """
 
     def __init__(
-        self, module: fx.GraphModule, held: Collection[str], groups: Mapping[str, str], device: Hardware
-    ) -> None:
+        self, module: fx.GraphModule, held: Collection[str], groups: Mapping[str, str], device: Hardware,
+        stands_for: Callable[[Any], Any],
+    ) -> None:  # fmt: skip
         super().__init__(module)
-        self.device, self.held, self.groups = device, held, groups
+        self.device, self.held, self.groups, self.stands_for = device, held, groups, stands_for
         self.calls: list[BlockCallRow] = []
         self.tables: list[BlockTable] = []
         self.sizes: dict[int, int] = {}
         self.held_memories: set[int] = set()
         self.widest = 0
+        self.placeholders: list[int | None] = []
+        self.returned: list[int] = []
         self._known: dict[Any, tuple[int, Any]] = {}
         self._call: fx.Node | None = None
 
@@ -111,7 +121,13 @@ class GraphRun(SavingRun):
         """Runs one node, and notes the sizes of what it makes."""
         self._call = n
         result = super().run_node(n)
-        for x in nested_tensors(result) if n.op != "output" else []:
+        if n.op == "output":
+            self.returned = [self._memory_of(x) for x in nested_tensors(result)]
+            return result
+        if n.op == "placeholder":
+            is_value = isinstance(result, Tensor) and n.name not in self.held
+            self.placeholders.append(self._memory_of(result) if is_value else None)
+        for x in nested_tensors(result):
             memory = self._memory_of(x)
             self.sizes[memory] = x.untyped_storage().nbytes()
             if n.op == "placeholder" and n.name in self.held:
@@ -124,7 +140,7 @@ class GraphRun(SavingRun):
         """Runs an operator."""
         if isinstance(target, SetsFates):
             return None
-        return super().call_function(target, over_groups(args, self.groups), kwargs)
+        return super().call_function(self.stands_for(target), over_groups(args, self.groups), kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what a block returns; runs it if none that is alike has run."""
@@ -132,7 +148,7 @@ class GraphRun(SavingRun):
         inner = getattr(module, "inner", module)
         key = id(inner), tuple(map(_form, args))
         if key not in self._known:
-            table, example = block_table(inner, args, self.groups, self.device)
+            table, example = block_table(inner, args, self.groups, self.device, self.stands_for)
             self._known[key] = len(self.tables), example
             self.tables.append(table)
         kind, example = self._known[key]
@@ -164,18 +180,20 @@ class GraphRun(SavingRun):
                 outside.setdefault(saved.memory, nodes[saved.node])
         return GraphTable(
             calls=self.calls, tables=self.tables, outside=outside, sizes=self.sizes, widest=self.widest,
+            placeholders=self.placeholders, returned=self.returned,
         )  # fmt: skip
 
 
 def graph_table(
-    module: fx.GraphModule, args: Iterable[Any], held: Collection[str], groups: Mapping[str, str], device: Hardware
-) -> GraphTable:
+    module: fx.GraphModule, args: Iterable[Any], held: Collection[str], groups: Mapping[str, str], device: Hardware,
+    stands_for: Callable[[Any], Any],
+) -> GraphTable:  # fmt: skip
     """Returns the table of an emitted graph for these arguments, which may be fake.
 
     Args:
-        held, groups: as for `GraphRun`.
+        held, groups, stands_for: as for `GraphRun`.
     """
-    run = GraphRun(module, held, groups, device)
+    run = GraphRun(module, held, groups, device, stands_for)
     # Under a mode that keeps no tensor, operators write in place as they do without one.
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), Work(device):
         run.run(*args)

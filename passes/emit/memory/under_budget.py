@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.passes.emit.memory.budget import Allowance, Budget
 from autotp.passes.emit.outline import blocks, outlined
 
+NO_PARAMETERS: Mapping[str, int] = MappingProxyType({})
+
 
 def under_budget(
     graph: fx.Graph,
@@ -22,6 +25,7 @@ def under_budget(
     held: Mapping[str, Tensor],
     groups: Mapping[str, tuple[int, int]],
     even: bool = True,
+    learning: Mapping[str, int] = NO_PARAMETERS,
 ) -> fx.GraphModule:
     """Returns the graph as a module whose blocks keep what a budget lets them keep.
 
@@ -30,6 +34,7 @@ def under_budget(
         held: placeholder of a parameter, buffer or constant -> a tensor like it.
         groups: name of a process group -> the rank in it, and its size.
         even: whether all ranks have parameters of the same sizes.
+        learning: as of `Budget`.
     """
     for node in [n for n in graph.nodes if n.op == "placeholder" and n.name in updated]:
         read_a_copy(node)
@@ -43,11 +48,15 @@ def under_budget(
         module.add_module(node.target, inner if fixed else Recomputed(inner, {}, known))
     for name in shared:
         module.delete_submodule(name)
-    budget = Budget(module=module, held=held, allowance=allowance, device=device, groups=groups, even=even)
-    inputs = [node for node in module.graph.find_nodes(op="placeholder") if node.name not in held]
+    places = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
+    budget = Budget(
+        module=module, held=held, allowance=allowance, device=device, groups=groups, even=even,
+        learning={name: n for name, n in learning.items() if name in places},
+    )  # fmt: skip
+    inputs = tuple(node for name, node in places.items() if name not in held)
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
-        module.graph.call_function(budget, tuple(inputs))
+        module.graph.call_function(budget, (inputs, tuple(places[name] for name in budget.learning)))
     module.recompile()
     return module
 

@@ -31,6 +31,15 @@ def test_estimate_prints_json_with_a_version(autotp_command, factory: str) -> No
     assert done.json["version"] == 1 and done.json["stages"] == [["h.0", "h.1"]]
 
 
+def test_estimate_takes_a_budget(autotp_command, factory: str) -> None:
+    given = "estimate", factory, "--gpu", "a100-80gb", "--batch", 8
+    done = autotp_command(*given, "--memory", "50%")
+    assert done.status == 0 and "kept for backward" in done.out and "memory      50%: a call keeps" in done.out
+    assert autotp_command(*given, "--memory", 10**9, "--json").json["budgets"][0]["memory"] == 10**9
+    wrong = autotp_command(*given, "--memory", "much")
+    assert wrong.status == 2 and "memory='much' is no number of bytes" in wrong.err
+
+
 def test_the_status_says_what_does_not_fit(autotp_command, factory: str) -> None:
     line = "312TF 2TB/s 0.001GB node=8x300GB/s net=25GB/s"
     done = autotp_command("estimate", factory, "--gpu", line, "--batch", 8)

@@ -44,11 +44,11 @@ def test_a_price_without_a_graph_is_low(tp: int, cp: int) -> None:
     base = StepLayout(batch=4, tp=tp, cp=cp, dtype=BF16, sequence_parallel=tp > 1)
     by_rows = {rows: replace(base, batch=rows, micro_batch=rows) for rows in (1, 4)}
     low = {rows: layouts.rough(layout) for rows, layout in by_rows.items()}
-    low_rows = {rows: layouts.closed_forms(tp, cp, "none").rows(rows) for rows in by_rows}
+    low_rows = {rows: layouts.closed_forms(tp, cp).rows(rows) for rows in by_rows}
     layouts.prices(tp, cp, "none")
     for rows, layout in by_rows.items():
         lowered = layouts.rough(layout)
         assert 0.4 * lowered.seconds < low[rows].seconds < 1.01 * lowered.seconds
-        of_graph = layouts.closed_forms(tp, cp, "none").rows(rows)
+        of_graph = layouts.closed_forms(tp, cp).rows(rows)
         assert 0.4 * of_graph.weights <= low_rows[rows].weights <= 1.01 * of_graph.weights
         assert 0.6 * lowered.memory < low[rows].memory < 1.01 * lowered.memory

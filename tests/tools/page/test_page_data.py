@@ -6,12 +6,13 @@ import json
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import autotp
-from autotp.models.gpt import GPT
+from autotp.models.gpt import GPT, GPTConfig
 from autotp.tools.page.page_data import page_data
 
 Make = Callable[..., GPT]
@@ -35,6 +36,20 @@ def test_the_row_of_the_layout_has_error_bars(estimate: autotp.Estimate) -> None
     assert cells["seconds a step"]["value"] == f"{estimate.seconds:.3g}"
     for name in ("seconds a step", "TFLOP/s a GPU", "of peak", "GiB"):
         assert cells[name]["error"].startswith("± ")
+
+
+def test_the_page_shows_what_a_budget_does(estimate: autotp.Estimate, tmp_path: Path) -> None:
+    assert page_data(estimate)["budget"] is None
+    with torch.device("meta"):
+        gpt = GPT(GPTConfig(vocab_size=512, block_size=64, n_layer=4, n_head=4, n_embd=64))
+    est = autotp.estimate(gpt, gpu="a100-80gb", batch=8, pp=2, memory="50%")
+    data = page_data(est)
+    cells = {cell["name"]: cell["value"] for cell in data["layout"]}
+    assert cells["budget"] == "50%" and "recompute" not in cells
+    assert len(data["budget"]["table"]["rows"]) == len(est.budget_table()[0].rows) > 3
+    autotp.save_page(est, tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    assert "under a budget of memory" in text and "the next gigabyte would save" in text and "gpt.py:79" in text
 
 
 def test_axes_that_are_cut_have_colours_of_their_own(estimate: autotp.Estimate) -> None:

@@ -22,6 +22,7 @@ from autotp.passes.canonicalize.custom_vjp import fuse
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.bind import COMMUNICATING
+from autotp.passes.emit.memory.budget import Budget
 from autotp.passes.fingerprint import operators_as_text
 from autotp.passes.pipeline.loss_totals import TOTAL
 from autotp.passes.pipeline.stages import Stage, blocks_in_order, staged
@@ -128,16 +129,22 @@ class Lowered:
         return _divided(self, self.graph)
 
 
+PieceReads = tuple[int, tuple[tuple[Value, Reads], ...]]
+"""The number of a piece of the graph, and what its placeholders read, in order."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
     """The pieces of a model for one microbatch, in order, and the record of each kind.
 
     Attributes:
+        reads: of each kind, the first piece of it in the graph, and what it reads.
         peaks: of each kind, what `own_peaks` of `activations.py` returns, once it was needed.
     """
 
     pieces: tuple[ModelPiece, ...]
     records: tuple[Record, ...]
+    reads: tuple[PieceReads, ...]
     peaks: dict[int, Mapping[str, int]] = field(default_factory=dict, compare=False)
 
 
@@ -268,6 +275,7 @@ class Divided:
         shared: of each piece, the names of what `_shared` returns.
         learns: the names of the values that a gradient flows through.
         modules: (number of a piece, on a GPU) -> its emitted graph, once it was needed.
+        budgets: (number of a piece, on a GPU) -> the budget of its graph under `memory`, once it was needed.
     """
 
     stages: tuple[Stage, ...]
@@ -275,6 +283,7 @@ class Divided:
     shared: tuple[tuple[str, ...], ...]
     learns: frozenset[str]
     modules: dict[tuple[int, bool], fx.GraphModule] = field(default_factory=dict)
+    budgets: dict[tuple[int, bool], Budget] = field(default_factory=dict)
 
 
 def _divided(model: Lowered, graph: fx.Graph) -> Divided:
@@ -293,15 +302,17 @@ def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_s
     names = model.program.captured.parameters
     records_by_key: dict[Any, int] = {}
     records: list[Record] = []
+    reads: list[PieceReads] = []
     pieces: list[ModelPiece] = []
     values: dict[str, Value] = {}
     inputs = _inputs(model, rows)
     for i, stage in enumerate(divided.stages):
         read = [(n, *_value(n, model, divided.learns, values, inputs)) for n in _placeholders(stage.graph)]
         # A text has the sizes of the capture. What is read says those of this microbatch, and where gradients flow.
-        key = tuple((value, reads) for _, value, reads in read), divided.texts[i]
+        key = tuple((value, how) for _, value, how in read), divided.texts[i]
         if key not in records_by_key:
             records_by_key[key] = len(records)
+            reads.append((i, key[0]))
             try:
                 records.append(_run(i, divided, model, read, on_gpu, early_stop))
             except Exception as error:
@@ -331,7 +342,7 @@ def _recorded(model: Lowered, divided: Divided, rows: int, on_gpu: bool, early_s
             boundary=len(returned(stage.graph)),
         )  # fmt: skip
         pieces.append(piece)
-    return Recorded(pieces=_whole(pieces, model.order), records=tuple(records))
+    return Recorded(pieces=_whole(pieces, model.order), records=tuple(records), reads=tuple(reads))
 
 
 def _whole(pieces: Sequence[ModelPiece], order: Sequence[tuple[str, str]]) -> tuple[ModelPiece, ...]:
@@ -408,8 +419,9 @@ def _shared(graph: fx.Graph, input_names: Collection[str]) -> list[fx.Node]:
     return [node for node in tensors if any(user not in made and user.op != "output" for user in node.users)]
 
 
-def _returning_too(graph: fx.Graph, names: Collection[str]) -> fx.Graph:
-    """Returns a copy of a graph that also returns the values of these names."""
+def returning_shared(divided: Divided, i: int) -> fx.Graph:
+    """Returns a copy of the graph of a piece that also returns the values that several pieces compute."""
+    graph, names = divided.stages[i].graph, divided.shared[i]
     copy, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         if node.op != "output":
@@ -422,12 +434,12 @@ def _run(
     i: int, divided: Divided, model: Lowered, read: Sequence[tuple[fx.Node, Value, Reads]], on_gpu: bool,
     early_stop: bool,
 ) -> Record:  # fmt: skip
-    stage = divided.stages[i]
-    groups = _groups(stage.graph, {"tp": model.program.tp, "cp": model.training.cp})
+    stage, groups = divided.stages[i], groups_of(model, i, divided)
     # One module for GPUs, one for CPUs: `record` exchanges operators in the module itself.
     if (i, on_gpu) not in divided.modules:
-        graph = _returning_too(stage.graph, divided.shared[i])
-        module = emitted_operators(graph, model.program, model.training, META, {axis: axis for axis in groups})
+        module = emitted_operators(
+            returning_shared(divided, i), model.program, model.training, META, {axis: axis for axis in groups}
+        )
         divided.modules[i, on_gpu] = module
     try:
         values = [(value, reads) for _, value, reads in read]
@@ -439,7 +451,8 @@ def _run(
         ) from error
 
 
-def _groups(graph: fx.Graph, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the mesh axes over which a graph communicates, with their sizes: `tp`, or `tp/4` for 4 neighbours."""
+def groups_of(model: Lowered, i: int, divided: Divided | None = None) -> dict[str, int]:
+    """Returns the mesh axes over which a piece communicates, with their sizes: `tp`, or `tp/4` for 4 neighbours."""
+    graph, sizes = (divided or model.divided).stages[i].graph, {"tp": model.program.tp, "cp": model.training.cp}
     axes = {str(node.args[1]) for node in graph.nodes if node.target in COMMUNICATING}
     return {axis: int(axis.partition("/")[2] or sizes[axis]) for axis in sorted(axes)}

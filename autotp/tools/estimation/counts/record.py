@@ -148,10 +148,15 @@ def _use_fused(module: nn.Module, kinds: Mapping[Any, Callable[..., Tensor]]) ->
             before = [node.target for node in part.graph.nodes]
             for node in part.graph.nodes:
                 node.target = kinds.get(node.target, node.target)
-                if is_grouped(node.target) and node.target is not aten._grouped_mm.default:
+                if is_padded(node.target):
                     node.target = even_groups  # On a device it loops over the groups, which are numbers.
             if [node.target for node in part.graph.nodes] != before:
                 part.recompile()
+
+
+def is_padded(operator: Any) -> bool:
+    """True for products of groups of rows whose number a device reads from values: `even_groups` stands for them."""
+    return is_grouped(operator) and operator is not aten._grouped_mm.default
 
 
 def even_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from autotp.costs.operators import Op, Touch
+from autotp.tools.estimation.counts.pieces import PieceReads
 from autotp.tools.estimation.counts.record import Record, Value
 
 
@@ -37,16 +38,23 @@ def scaled(two: Record, three: Record, rows: int) -> Record | None:
             reads=touches(a.reads, b.reads), writes=touches(a.writes, b.writes),
         )  # fmt: skip
 
-    def value(a: Value, b: Value) -> Value:
-        return replace(a, shape=tuple(map(line, a.shape, b.shape)))
-
     return replace(
         two,
         ops=tuple(map(op, two.ops, three.ops)),
         kept={memory: line(n, three.kept[memory]) for memory, n in two.kept.items()},
         bytes={memory: line(n, three.bytes.get(memory, n)) for memory, n in two.bytes.items()},
-        sent=tuple(map(value, two.sent, three.sent)),
+        sent=tuple(_scaled_value(a, b, rows) for a, b in zip(two.sent, three.sent, strict=True)),
     )
+
+
+def scaled_reads(two: PieceReads, three: PieceReads, rows: int) -> PieceReads:
+    """Returns what a piece reads for a microbatch of `rows` rows. two, three: the same for two rows and for three"""
+    values = ((_scaled_value(a, b, rows), reads) for (a, reads), (b, _) in zip(two[1], three[1], strict=True))
+    return two[0], tuple(values)
+
+
+def _scaled_value(two: Value, three: Value, rows: int) -> Value:
+    return replace(two, shape=tuple(a + (b - a) * (rows - 2) for a, b in zip(two.shape, three.shape, strict=True)))
 
 
 def _kind(op: Op) -> Any:

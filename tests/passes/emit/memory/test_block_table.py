@@ -9,7 +9,14 @@ from graphs import draft, some
 from torch import fx, nn
 
 from autotp.costs.hardware import CPU_GLOO
-from autotp.passes.emit.memory.block_table import BlockTable, block_table, is_uneven, over_groups, without_collectives
+from autotp.passes.emit.memory.block_table import (
+    BlockTable,
+    BlockValue,
+    block_table,
+    is_uneven,
+    over_groups,
+    without_collectives,
+)
 
 aten = torch.ops.aten
 
@@ -97,3 +104,16 @@ def test_collectives_can_be_left_out_of_what_runs_again() -> None:
 def test_names_of_groups_are_replaced() -> None:
     assert over_groups((1, "tp", "sum"), {"tp": "counted tp"}) == (1, "counted tp", "sum")
     assert not is_uneven(aten.add.Tensor, (1, 2))
+
+
+def test_seconds_are_summed_in_the_order_of_the_table() -> None:
+    """Of names whose order in a set is another one on each rank: the last digit decides between equal choices."""
+    graph = fx.Graph()
+    for seed in range(40):
+        seconds = {f"{seed}-{i}": 1 / (3 * i + seed + 1) for i in range(9)}
+        values = {
+            name: BlockValue(name=name, node=graph.placeholder("x"), seconds=s, made=1, kept=1, smaller=1)
+            for name, s in seconds.items()
+        }
+        table = BlockTable(values=values, inputs=frozenset(), results=())
+        assert table.after(dict.fromkeys(values, "recompute")).seconds == sum(seconds.values())

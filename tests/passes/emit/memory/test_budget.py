@@ -163,7 +163,8 @@ def test_a_budget_that_nothing_fits_says_the_smallest() -> None:
     tokens = torch.randint(0, 64, (4, 16))
     text = message(lambda: autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory="1%"))
     least = text.partition('memory="')[2].partition('"')[0]
-    assert "a microbatch keeps at least" in text and "autotp search" in text
+    assert "a microbatch keeps at least" in text
+    assert 'or autotp.search(model, gpus=1, gpu="cpu-gloo", batch=4), which lists layouts that fit' in text
     model = autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory=least)
     assert budget_in(model).latest is not None
     text = message(lambda: autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory=1000))
@@ -194,7 +195,7 @@ def test_a_stage_of_a_pipeline_keeps_several_microbatches() -> None:
     whole = budget_in(model).choose((tokens, tokens))
     one, three = Allowance(memory="2GB"), Allowance(memory="2GB", calls=3)
     assert three.measure(whole.table, whole.whole) - one.measure(whole.table, whole.whole) == 2 * whole.kept_without
-    assert Allowance(memory=1000, fixed=400, share=0.5).limit(whole.table, whole.whole) == 300
+    assert Allowance(memory=1000, fixed=400, share=0.5).limit(whole.table, whole.whole) == 100
 
 
 def test_choices_of_many_kinds_of_calls_do_not_pile_up() -> None:
@@ -206,6 +207,43 @@ def test_choices_of_many_kinds_of_calls_do_not_pile_up() -> None:
             model(tokens[:, :length], tokens[:, :length]).backward()
             kept.append(budget_in(model).latest.kept)  # type: ignore[union-attr]
     assert len(budget_in(model)._choices) == 2 and kept[0] == kept[3] > kept[1] > kept[2]
+
+
+def test_frozen_parameters_and_autocast_are_other_kinds_of_calls() -> None:
+    """What is kept changes with both, and so does what a budget lets stay."""
+    tokens = torch.randint(0, 64, (4, 16))
+    model = autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory="50%")
+    operator = budget_in(model)
+
+    def kept() -> int:
+        expected = kept_bytes(model, lambda: model(tokens, tokens))
+        now = budget_in(model).latest
+        assert now is not None and now.kept == pytest.approx(expected, rel=0.02)
+        return now.kept
+
+    whole = kept()
+    fixed = operator.latest.allowance.fixed  # type: ignore[union-attr]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("c_proj" in name)
+    assert kept() < whole and budget_in(model) is operator and operator.latest.allowance.fixed < fixed  # type: ignore[union-attr]
+    model.requires_grad_(True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kept() < whole  # A graph of its own, counted without autocast: its casts are operators.
+    model(tokens, tokens)
+    assert operator.latest is not None and operator.latest.kept == whole
+
+
+def test_a_trainer_under_autocast_chooses_anew() -> None:
+    """It runs one graph with and without autocast."""
+    tokens = torch.randint(0, 64, (4, 16))
+    trainer = autotp.distribute(gpt(), example_inputs=(tokens, tokens), memory="50%")
+    trainer.step(tokens, tokens)
+    operator = budget_of(next(iter(trainer._pipelines[0].stages.values())).module)
+    assert operator is not None and operator.latest is not None
+    kept = operator.latest.kept
+    with torch.autocast("cpu", torch.bfloat16):
+        trainer.step(tokens, tokens)
+    assert operator.latest.kept < kept
 
 
 def test_the_plan_shows_what_a_budget_did() -> None:

@@ -1,0 +1,120 @@
+"""budget: what `memory=` chooses in each stage of a layout, by the functions with which `distribute` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from autotp.costs.hardware import Hardware
+from autotp.passes.emit.memory.budget import Allowance, MemoryChoice, budget_within, choice_under, too_small
+from autotp.passes.emit.memory.graph_table import GraphTable
+from autotp.passes.program.emitted import parameter_bytes
+from autotp.tools.estimation.counts.kept import dropped_by_piece, piece_table, stage_table
+from autotp.tools.estimation.counts.pieces import Lowered, Recorded
+from autotp.tools.estimation.layout import StepLayout
+from autotp.tools.estimation.replicas import itemsize_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageChoice:
+    """What a budget does in a stage.
+
+    Attributes:
+        choice: with the values of its blocks.
+        dropped: of each of its pieces, the bytes that it keeps less than without a budget.
+    """
+
+    choice: MemoryChoice
+    dropped: Sequence[int]
+
+    @property
+    def flops(self) -> float:
+        """The floating-point operations of products that run again, of a microbatch."""
+        return sum(choice.after.flops for choice in self.choice.chosen.choices)
+
+
+class Budgets:
+    """The choices of budgets for layouts of one captured model; what two layouts share is computed once."""
+
+    def __init__(self, model: Lowered, device: Hardware) -> None:
+        self.model, self.device = model, device
+        self._tables: dict[tuple[int, int], GraphTable] = {}
+        self._stages: dict[Any, tuple[GraphTable, list[int]]] = {}
+        self._choices: dict[Any, StageChoice] = {}
+
+    def table(self, recorded: Recorded, rows: int, run: Sequence[int]) -> tuple[GraphTable, list[int]]:
+        """Returns what a stage keeps, and the places of its calls. run: the numbers of its pieces"""
+        key = (rows, *run)
+        if key not in self._stages:
+            pieces = [recorded.pieces[i] for i in run]
+            for kind in {piece.kind for piece in pieces}:
+                if (rows, kind) not in self._tables:
+                    self._tables[rows, kind] = piece_table(self.model, recorded, kind, self.device)
+            tables = {kind: self._tables[rows, kind] for kind in {piece.kind for piece in pieces}}
+            self._stages[key] = stage_table(pieces, tables)
+        return self._stages[key]
+
+    def choice(self, recorded: Recorded, layout: StepLayout, run: Sequence[int], allowance: Allowance) -> StageChoice:
+        """Returns what a budget does in a stage; it may be that nothing fits."""
+        key = layout.micro_batch, tuple(run), allowance
+        if key not in self._choices:
+            table, places = self.table(recorded, layout.micro_batch, run)
+            choice = choice_under(allowance, table, self.device)
+            dropped = dropped_by_piece(choice, places, len(run))
+            self._choices[key] = StageChoice(choice=choice, dropped=dropped)
+        return self._choices[key]
+
+    def fixed(self, recorded: Recorded, layout: StepLayout, run: Sequence[int]) -> int:
+        """Returns the bytes of a stage's parameters, gradients, states of AdamW and buffers."""
+        pieces = [recorded.pieces[i] for i in run]
+        total = 0.0
+        for parameter in (self.model.parameters[n] for n in {n for piece in pieces for n in piece.parameters}):
+            narrow = itemsize_of(layout, parameter.itemsize)
+            copy = parameter.elements * narrow * (narrow != parameter.itemsize)
+            there, if_learning = parameter_bytes(parameter.bytes, copy, layout.zero, layout.dp)
+            total += there + if_learning * parameter.learns
+        buffers = {
+            name: value.bytes
+            for piece in pieces
+            for name, (value, reads) in zip(piece.reads, recorded.reads[piece.kind][1], strict=True)
+            if reads == "held"
+        }
+        return int(total) + sum(buffers.values())
+
+
+class Stages(Protocol):
+    """What of a schedule a budget asks for."""
+
+    def flight(self, stage: int, stages: int, microbatches: int) -> int:
+        """Returns the number of microbatches whose values a stage keeps."""
+
+
+def stage_choices(
+    budgets: Budgets, recorded: Recorded, layout: StepLayout, runs: Sequence[Sequence[int]], homes: Sequence[int],
+    engine: Stages,
+) -> list[StageChoice]:  # fmt: skip
+    """Returns what a budget does in each stage.
+
+    Args:
+        runs: of each stage the numbers of its pieces.
+        homes: the pipeline rank of each stage.
+        engine: the schedule.
+
+    Raises:
+        Error: a rank's stages do not fit; names the smallest budget under which all do.
+    """
+    device = budgets.device
+    memory = budget_within(layout.memory, device.name, device.memory if device.is_gpu else None)
+    assert memory is not None
+    choices = []
+    for i, run in enumerate(runs):
+        allowance = Allowance(
+            memory=memory, fixed=budgets.fixed(recorded, layout, run), share=1 / homes.count(homes[i]),
+            calls=engine.flight(i, len(runs), layout.microbatches),
+        )  # fmt: skip
+        choices.append(budgets.choice(recorded, layout, run, allowance))
+    fullest = max((stage.choice for stage in choices), key=lambda choice: choice.smallest)
+    if fullest.smallest:
+        raise too_small(fullest.allowance, fullest.smallest, device, layout.devices, layout.batch)
+    return choices

@@ -1,0 +1,73 @@
+"""Prints whether Llama-3-8B trains on four cards of 24 GB, with rows of 8,192 tokens: the table of docs/memory.md.
+
+    python -m benchmarks.calls.cards_of_24gb
+
+It needs no card: the model is on `meta`. "LoRA" has adapters of rank 16 on all linear layers, and frozen weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import autotp
+
+BUDGET = "21GB"
+"""What tensors may take: the rest of 24 GiB is for libraries, NCCL's buffers and the allocator."""
+ROWS = (("LoRA, bfloat16", 1), ("LoRA, bfloat16", 2), ("full, bfloat16", 1), ("full, float32 masters", 1))
+
+
+def llama_3_8b(layers: int = 32) -> nn.Module:
+    """Returns the model on `meta`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=8192, rope_theta=5e5, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def trained(way: str, layers: int = 32) -> nn.Module:
+    """Returns the model with the parameters of a row of the table."""
+    model = llama_3_8b(layers) if way.endswith("masters") else llama_3_8b(layers).bfloat16()
+    if not way.startswith("LoRA"):
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+
+
+def estimated(model: nn.Module, rows: int, memory: str | None) -> autotp.Estimate:
+    """Returns the estimate of a step of one microbatch."""
+    return autotp.estimate(
+        model, gpu="rtx4090-24gb", tp=4, batch=rows, micro_batch=rows, sequence=8192, sequence_parallel=True,
+        dtype=torch.bfloat16, memory=memory,
+    )  # fmt: skip
+
+
+def row(way: str, rows: int) -> str:
+    """Returns a row of the table."""
+    model = trained(way)
+    whole = estimated(model, rows, None)
+    start = f"| {way} | {rows} | {whole.fullest.total / 1e9:.1f} GB"
+    try:
+        budgeted = estimated(model, rows, BUDGET)
+    except autotp.Error as error:
+        needed = int(str(error).partition("memory=")[2].partition("try      memory=")[2].splitlines()[0])
+        return f"{start} | no: at least {needed / 1e9:.1f} GB | | | |"
+    (stage,) = budgeted.budgets
+    fits = "yes" if budgeted.fits else "no"
+    return (
+        f"{start} | {fits} | {stage.kept / 1e9:.1f} of {stage.kept_without / 1e9:.1f} GB | "
+        f"{budgeted.fullest.total / 1e9:.1f} GB | {budgeted.seconds:.2f} s "
+        f"({budgeted.seconds / whole.seconds - 1:+.1%}) |"
+    )
+
+
+if __name__ == "__main__":
+    print("| training | rows | without a budget | fits in 21 GB | a call keeps | in all | a step |")
+    print("|---|---|---|---|---|---|---|")
+    for way, rows in ROWS:
+        print(row(way, rows), flush=True)
