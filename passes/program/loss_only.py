@@ -92,7 +92,7 @@ def _expect_one_batch(p: CapturedProgram, loss: fx.Node | None) -> None:
         names = ", ".join(captured.buffers[place] for place in p.updated)
         raise Error(
             f"the model changes its buffers ({names}), which parts of a batch cannot share",
-            fix="a norm without running statistics",
+            fix="a norm without running statistics; a bias of experts that the loop updates, alike on every rank",
             alternative="autotp.parallelize(model, tp), which takes the whole batch at once",
         )
     if (sparse := next(filter(sparse_argument, p.graph.nodes), None)) is not None:
