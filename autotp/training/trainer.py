@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from autotp.attached import READ
@@ -55,7 +54,7 @@ from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.call_consistency import SAME_ROWS
 from autotp.runtime.executable import CHECKED_CALLS, MOST
-from autotp.runtime.fsdp import gather_ahead, pace, replicate, shard
+from autotp.runtime.fsdp import as_dtensors
 from autotp.runtime.graph_digest import digest, draws_alike, order_of, same_cards, same_graph, same_order
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.shard_parameters import leave_behind, shard_parameters
@@ -298,16 +297,15 @@ class Trainer(InGraphs, HasHoldings):
         self.__dict__["tied"] = self._tied()
         readers, self._read = self._readers(stages, analysis), ParameterReader(training.compute_dtype)
         self._works = {i: StageModule([m for m, some in readers.items() if i in some]) for i in self._my_stages}
-        self._longest.note((args, kwargs), analysis)
-        key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
-        self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums_of(analysis, lowered))]
         self._several = groups.read_by_several_stages(
             stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of
         )
+        if self._gathers:
+            self._keep_rows(stages, analysis.captured.parameters)
+        self._longest.note((args, kwargs), analysis)
+        key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
+        self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums_of(analysis, lowered))]
         self._learning: dict[Any, list[nn.Parameter]] = {}
-        if training.zero and mesh["dp"].size() > 1:
-            self._shard(stages, analysis.captured.parameters)
-        # After `_shard`, which replaces parameters.
         for name, parameter in self.named_parameters():
             as_cut(parameter, Cut(name, self.layouts[name], self.place))
         self._seed()
@@ -477,27 +475,30 @@ class Trainer(InGraphs, HasHoldings):
                 readers.setdefault(module_at(self, block), set()).add(i)
         return readers
 
-    def _shard(self, stages: Sequence[Stage], names: Mapping[str, str]) -> None:
-        """Shards parameters over the replicas: a block is one unit, and a stage's other parameters are one.
+    @property
+    def _gathers(self) -> bool:
+        """Whether replicas keep rows of parameters, and the graphs gather them: ZeRO."""
+        return self._training.zero > 0 and self.mesh["dp"].size() > 1
 
-        A parameter that several stages of one rank read is not sharded on any rank: it would be in two units. Nor is
-        one without dimensions, or without elements on this rank: `fully_shard` cannot divide it.
+    def _divided(self, stage: Stage, names: Mapping[str, str]) -> set[nn.Parameter]:
+        """Returns the parameters of a stage that are divided over the replicas.
+
+        A parameter that several stages of one rank read is whole on all ranks: it would be gathered for each. So is one
+        without dimensions, or without elements on this rank: nothing of it can be divided.
         """
-        (pipeline,), every = self._pipelines, set(self.parameters())
-        empty = {parameter for parameter in every if not parameter.numel()}
+        read = set(parameters_of_stage(stage, names)) - self._several
+        return {p for name, p in self.named_parameters() if name in read and p.dim() and p.numel()}
+
+    def _keep_rows(self, stages: Sequence[Stage], names: Mapping[str, str]) -> None:
+        """Leaves of each divided parameter this replica's rows."""
         whole = dict(self.named_parameters())
-        stage_programs = pipeline.stages.values()
-        outside = {x.places[source][0] for x in stage_programs for _, source in x.order if isinstance(source, str)}
-        for i, work in self._works.items():
-            read = set(parameters_of_stage(stages[i], names)) - self._several
-            parameters = {parameter for name in read if (parameter := value_at(place_in(self, name))).dim()} - empty
-            # A block of which the graph reads something by itself is no unit: it is gathered for the block's call only.
-            blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
-            blocks = [block for block in blocks if empty.union(parameters).issuperset(block.parameters())]
-            shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - parameters)
-        replicate(self, self.mesh["dp"])
+        divided = set[nn.Parameter]().union(*(self._divided(stages[i], names) for i in self._my_stages))
+        as_dtensors(self, self.mesh["dp"], divided)
+        self._replaced(whole)
+
+    def _replaced(self, whole: Mapping[str, nn.Parameter]) -> None:
+        """Moves what users have put on parameters to those that are in their places now."""
         now = dict(self.named_parameters())
-        # `fully_shard` puts new parameters in the place of the old ones, which the user's hooks are on.
         for name, parameter in whole.items():
             move_hooks(parameter, now[name])
         leave_behind(parameter for name, parameter in whole.items() if now[name] is not parameter)
@@ -541,6 +542,12 @@ class Trainer(InGraphs, HasHoldings):
             )
         owners = {name: module_at(self, name) for name in stage.blocks}
         ready = rank_program(stage.graph, analysis, self._training, place.device, place.groups, seat)
+        if self._gathers:
+            rows = {name for name, at in places.items() if is_sharded(value_at(at))}
+            alone = self.mesh["pp"].size() == 1
+            # The second half of a backward comes later, and reads parameters, too.
+            stay = self._training.zero < 3 or (self._training.engine.halves and not alone)
+            ready = ready.gathering(rows, self._training.compute_dtype, None if stay else 1, stays=alone)
         return replace(ready.attached(places, owners.get, self._read), received=stage.received)
 
     def _seed(self) -> None:
@@ -633,16 +640,7 @@ class Trainer(InGraphs, HasHoldings):
             problem = f'Trainer.evaluate: torch\'s schedule "{schedule}" always runs backward'
             raise Error(problem, fix='schedule="zero-bubble"')
         pipeline, inputs = self._begin(False, args, kwargs)
-        before = {parameter: parameter.grad for parameter in self.parameters()}
-        try:
-            losses = self._named_if_lost("Trainer.evaluate", lambda: self._run(pipeline, inputs))
-        finally:  # torch's schedules drop the gradients of sharded parameters when they find out the stages' shapes.
-            for parameter, grad in before.items():
-                parameter.grad = grad
-        # Without a backward nothing else frees the parameters that `fully_shard` has gathered.
-        for module in (module for work in self._works.values() for module in work.modules()):
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        losses = self._named_if_lost("Trainer.evaluate", lambda: self._run(pipeline, inputs))
         return self._named_if_lost("Trainer.evaluate", lambda: self._sum_losses(pipeline, losses))
 
     def _named_if_lost(self, method: str, run: Callable[[], T]) -> T:
@@ -790,8 +788,8 @@ class Trainer(InGraphs, HasHoldings):
         """Returns graphs that this rank has, for a step in which another replica makes some.
 
         NOTE [Trials together]
-        A new engine of torch's first runs the stages on zeros, to learn the shapes that they send. There `fully_shard`
-        gathers parameters, with all replicas. So where one replica has a new engine, each of them makes a new one.
+        A new engine of torch's first runs the stages on zeros, to learn the shapes that they send. There parameters
+        are gathered, with all replicas. So where one replica has a new engine, each of them makes a new one.
         """
         if pipeline.engine is None or not self._training.zero:
             return pipeline
@@ -813,31 +811,39 @@ class Trainer(InGraphs, HasHoldings):
         try:
             with self._read.one_step():
                 return self._run_microbatches(pipeline, inputs)
-        except BaseException as error:  # Other ranks wait for a stage, or FSDP holds a part of the gradients.
+        except BaseException as error:  # Other ranks wait for a stage, or a part of the gradients is held.
             divided = self.mesh["pp"].size() > 1 or (self._training.zero and self.mesh["dp"].size() > 1)
             self._failed = f"{type(error).__name__}: {error}".splitlines()[0] if divided else ""
             raise
+        finally:
+            for graph in pipeline.stages.values():
+                graph.end_step()
 
     def _run_microbatches(self, pipeline: Pipeline, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         losses: list[Tensor] = []
-        if len(self._works) == 1:  # With several stages on a rank, torch's schedule gathers the next ones.
-            gather_ahead(next(iter(self._works.values())).units(), self._training.zero)
+        graphs = pipeline.stages.values()
+        for graph in graphs:
+            graph.begin_step()
         if pipeline.engine is not None:
             # torch's schedule divides a target among the microbatches. Our loss does not read it.
             last = len(self.plan.blocks) - 1 in self._my_stages
             run = pipeline.engine.step if pipeline.training else pipeline.engine.eval
             run(**inputs, target=torch.zeros(self._training.microbatches) if last else None, losses=losses)
+            for graph in graphs:
+                graph.sum_the_rest()
             return losses
         (work,), parts = self._works.values(), self._training.microbatches
         rows = {*pipeline.analysis.rows, *pipeline.documents.tokens}
         divided = {name: value.chunk(parts) if name in rows else [value] * parts for name, value in inputs.items()}
         for i in range(parts):
-            pace(work, self._training.zero, i == parts - 1)
+            # ZeRO 1 keeps whole gradients until the last microbatch; 2 and 3 keep rows, so each microbatch is summed.
+            work.graph.sum_now(self._training.zero > 1 or i == parts - 1)
             loss = self._scale(work(**{name: values[i] for name, values in divided.items()}).sum())
             if pipeline.training:
                 with work.last_backward() if i == parts - 1 else nullcontext():
                     loss.backward()
             losses.append(loss.detach())
+        work.graph.sum_the_rest()
         return losses
 
     def _scale(self, loss: Tensor) -> Tensor:
@@ -865,7 +871,7 @@ class Trainer(InGraphs, HasHoldings):
         """Returns the sums over the replicas that run under backward; each stage's module starts its own.
 
         These are sums of the parameters that had gradients in the last step that trained the same ones, but for those
-        that several stages read, or that `fully_shard` divides.
+        that several stages read, or that ZeRO divides.
         """
         learning = self._learning.get(self._trained(), []) if self._sums_under_backward else []
         excluded = {*self.shared, *self._several}
@@ -877,7 +883,7 @@ class Trainer(InGraphs, HasHoldings):
 
     @property
     def _sums_under_backward(self) -> bool:
-        return self.mesh["dp"].size() > 1 and not self._training.zero  # `fully_shard` has sums of its own.
+        return self.mesh["dp"].size() > 1 and not self._training.zero  # Its graphs sum gradients.
 
     def _trained(self) -> tuple[bool, ...]:
         """Returns which parameters are trained: it is the same on all replicas, whatever graphs their batches have."""
