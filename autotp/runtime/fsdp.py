@@ -1,4 +1,4 @@
-"""Lets torch's `fully_shard` gather the parameters of a block before the block's graph reads them."""
+"""Parameters that are DTensors over replicas: those of torch's `fully_shard`, and those of a trainer with ZeRO."""
 
 from __future__ import annotations
 

@@ -480,25 +480,18 @@ class Trainer(InGraphs, HasHoldings):
         """Whether replicas keep rows of parameters, and the graphs gather them: ZeRO."""
         return self._training.zero > 0 and self.mesh["dp"].size() > 1
 
-    def _divided(self, stage: Stage, names: Mapping[str, str]) -> set[nn.Parameter]:
-        """Returns the parameters of a stage that are divided over the replicas.
+    def _keep_rows(self, stages: Sequence[Stage], names: Mapping[str, str]) -> None:
+        """Leaves this replica's rows of the parameters that the graphs read.
 
-        A parameter that several stages of one rank read is whole on all ranks: it would be gathered for each. So is one
+        A parameter that several stages of one rank read stays whole on all ranks: each would gather it. So does one
         without dimensions, or without elements on this rank: nothing of it can be divided.
         """
-        read = set(parameters_of_stage(stage, names)) - self._several
-        return {p for name, p in self.named_parameters() if name in read and p.dim() and p.numel()}
-
-    def _keep_rows(self, stages: Sequence[Stage], names: Mapping[str, str]) -> None:
-        """Leaves of each divided parameter this replica's rows."""
         whole = dict(self.named_parameters())
-        divided = set[nn.Parameter]().union(*(self._divided(stages[i], names) for i in self._my_stages))
+        read = {name for i in self._my_stages for name in parameters_of_stage(stages[i], names)} - self._several
+        divided = {p for name, p in whole.items() if name in read and p.dim() and p.numel()}
         as_dtensors(self, self.mesh["dp"], divided)
-        self._replaced(whole)
-
-    def _replaced(self, whole: Mapping[str, nn.Parameter]) -> None:
-        """Moves what users have put on parameters to those that are in their places now."""
         now = dict(self.named_parameters())
+        # The user's hooks are on the old ones.
         for name, parameter in whole.items():
             move_hooks(parameter, now[name])
         leave_behind(parameter for name, parameter in whole.items() if now[name] is not parameter)

@@ -71,7 +71,12 @@ class _Gathering:
             unit = ShardedUnit(dtype, sums, self.frees and block != REST, [names[n.name] for n in nodes])
             self.root.add_module(self.targets[block], unit)
         self.calls = [n for n in outlined.graph.find_nodes(op="call_module") if block_of(n) in self.parameters]
-        self.ahead = len(self.calls) if ahead is None else ahead
+        # A block that runs several times is there from its first call to its last one.
+        self.first = {block_of(n): n for n in reversed(self.calls)}
+        self.last = {block_of(n): n for n in self.calls}
+        self.order = list(dict.fromkeys(map(block_of, self.calls)))
+        self.order_of_backward = list(dict.fromkeys(map(block_of, reversed(self.calls))))
+        self.ahead = len(self.order) if ahead is None else ahead
         self.units: dict[str, fx.Node] = {}
 
     def result(self) -> fx.GraphModule:
@@ -91,7 +96,7 @@ class _Gathering:
         """Starts the first gathers, and waits for the parameters outside of blocks."""
         self.units = {block: self.graph.get_attr(target) for block, target in self.targets.items()}
         self.rows = {block: [self.env[n] for n in nodes] for block, nodes in self.parameters.items()}
-        for block in [REST, *map(block_of, self.calls[: self.ahead])]:
+        for block in [REST, *self.order[: self.ahead]]:
             self._start(block)
         if REST in self.units:
             self._arrive(REST)
@@ -108,20 +113,26 @@ class _Gathering:
 
     def _call(self, node: fx.Node) -> None:
         """Writes the call of a block between the gather of its parameters and their end."""
-        place = self.calls.index(node)
-        unit = self.units[block_of(node)]
-        self._arrive(block_of(node))
-        for later in self.calls[place + self.ahead : place + self.ahead + 1]:
-            self._start(block_of(later))
+        block = block_of(node)
+        if node is self.first[block]:
+            self._arrive(block)
+            for later in _after(self.order, block, self.ahead)[self.ahead - 1 :]:
+                self._start(later)
         call = self.env[node] = copied(self.graph, node, self.env.__getitem__)
         if not self.frees:
             return
-        before = self._units_of(self.calls[max(0, place - self.ahead) : place][::-1])
-        after = self._units_of(self.calls[place + 1 : place + 2])
-        args: tuple[Any, ...] = unit, call, before, after[0] if after else None
-        stays = self.stays and node is self.calls[-1]
-        self.env[node] = self.graph.call_method("leave", (*args, True) if stays else args)
+        if node is not self.last[block]:
+            self.env[node] = self.graph.call_method("go_on", (self.units[block], call))
+        else:
+            before = tuple(self.units[other] for other in _after(self.order_of_backward, block, self.ahead))
+            after = [self.units[other] for other in _after(self.order_of_backward[::-1], block, 1)]
+            args: tuple[Any, ...] = self.units[block], call, before, after[0] if after else None
+            stays = self.stays and not after
+            self.env[node] = self.graph.call_method("leave", (*args, True) if stays else args)
         self.env[node].meta = {key: value for key, value in node.meta.items() if key == "val"}
 
-    def _units_of(self, calls: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-        return tuple(self.units[block_of(call)] for call in calls)
+
+def _after(order: Sequence[str], block: str, count: int) -> Sequence[str]:
+    """Returns the next blocks of an order."""
+    place = order.index(block) + 1
+    return order[place : place + count]

@@ -97,16 +97,24 @@ class ShardedUnit(nn.Module):
             after: the unit whose backward comes before: its memory is not read any more.
             stays: whether backward follows at once, so that the memory stays for it.
         """
+        passed, learns = self._passed(results, before, after)
+        if self.frees and not (learns and stays):
+            self.free()
+        return passed
+
+    def go_on(self, results: Any) -> Any:
+        """Returns the results of a call that is not the block's last one: its backward may be the first one."""
+        return self._passed(results, (), None)[0]
+
+    def _passed(self, results: Any, before: Sequence[ShardedUnit], after: ShardedUnit | None) -> tuple[Any, bool]:
+        """Returns the results of a block, whose backward fills the memory, and whether one will come."""
         tensors = list(results) if isinstance(results, tuple | list) else [results]
         learning = [i for i, x in enumerate(tensors) if isinstance(x, Tensor) and x.requires_grad]
         if learning:
-            for i, x in zip(
-                learning, apply_plain(_LeaveBlock, self, before, after, *(tensors[i] for i in learning)), strict=True
-            ):
+            read = apply_plain(_LeaveBlock, self, before, after, *(tensors[i] for i in learning))
+            for i, x in zip(learning, read, strict=True):
                 tensors[i] = x
-        if self.frees and not (learning and stays):
-            self.free()
-        return tuple(tensors) if isinstance(results, tuple | list) else tensors[0]
+        return tuple(tensors) if isinstance(results, tuple | list) else tensors[0], bool(learning)
 
     # ---- memory
 
@@ -131,6 +139,7 @@ class ShardedUnit(nn.Module):
 
     def forget(self) -> None:
         """Empties the memory, and drops gradients that are not summed, for a step that ends."""
+        self._running = []  # In a step that failed nobody may be there to wait for.
         self.free()
         self._grads, self.sums.running = {}, None
 

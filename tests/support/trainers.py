@@ -60,10 +60,8 @@ class _Order(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.text, self.letters = (
-            "",
-            {"all_gather_into_tensor": "G", "reduce_scatter_tensor": "S", "mm": ".", "addmm": "."},
-        )
+        self.letters = {"all_gather_into_tensor": "G", "reduce_scatter_tensor": "S", "mm": ".", "addmm": "."}
+        self.text = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What ranks compare in a step are whole numbers.

@@ -35,6 +35,16 @@ class Added(nn.Module):
         return x.square().sum()
 
 
+class Twice(Added):
+    """Its first two blocks run twice, in turn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 5]"""
+        for block in (*self.h[:2], *self.h):
+            x = x + block(x)
+        return x.square().sum()
+
+
 def rows_of(step: int, length: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
     torch.manual_seed(step)
     return torch.randn(12, length, 5, dtype=dtype)
@@ -75,9 +85,9 @@ def test_gradients_have_the_bits_of_fully_shard(n: int, dtype: torch.dtype | Non
     run_ranks(with_fully_shard, n, dtype, frozen, timeout=100)
 
 
-def equal(rank: int, n: int, zero: Any, more: dict[str, Any]) -> None:
+def equal(rank: int, n: int, zero: Any, more: dict[str, Any], built: type[nn.Module] = Added) -> None:
     """Steps and evaluations, of other lengths than at capture, beside one device."""
-    alone = Added().double()
+    alone: Any = built().double()
     if more.pop("frozen", False):
         alone.h[1].requires_grad_(False)
         alone.h[2].requires_grad_(False)
@@ -118,6 +128,10 @@ def equal(rank: int, n: int, zero: Any, more: dict[str, Any]) -> None:
 )
 def test_zero_has_the_gradients_of_one_device(n: int, zero: int, more: dict[str, Any]) -> None:
     run_ranks(equal, n, zero, more, timeout=100)
+
+
+def test_blocks_that_run_twice_have_the_gradients_of_one_device() -> None:
+    run_ranks(equal, 2, 3, {"dp": 2}, Twice, timeout=100)
 
 
 class Watch(TorchDispatchMode):
