@@ -4,8 +4,8 @@
 
 P, G and O are the bytes of the parameters, of the gradients and of the optimizer's state (two moments); n is the number
 of replicas. The bytes are counted between two microbatches, when gradients exist, and between steps. The formulas do
-not count a block that is gathered at the moment, and at these times no block is gathered. Source: Rajbhandari et al.
-2020, figure 1.
+not count what is gathered at the moment: at these times no block, but in a step of stage 3 the embeddings and the last
+norm. Source: Rajbhandari et al. 2020, figure 1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import autotp
 from autotp.models.gpt import GPT, GPTConfig
-from autotp.training import trainer as training
+from autotp.passes.emit.rank_program import RankProgram
 
 
 def held() -> int:
@@ -41,20 +40,19 @@ _Fake = torch._subclasses.FakeTensor
 
 @contextmanager
 def between_microbatches() -> Iterator[list[int]]:
-    """Yields a list that gets the bytes held before the last microbatch of each step."""
+    """Yields a list that gets the bytes held before each microbatch."""
     found: list[int] = []
-    before = training.pace
+    before = RankProgram.sum_now
 
-    def pace(work: Any, zero: int, last: bool) -> None:
-        if last:
-            found.append(held())
-        before(work, zero, last)
+    def sum_now(self: RankProgram, now: bool) -> None:
+        found.append(held())
+        before(self, now)
 
-    training.pace = pace  # type: ignore[assignment]
+    RankProgram.sum_now = sum_now  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        training.pace = before  # type: ignore[assignment]
+        RankProgram.sum_now = before  # type: ignore[method-assign]
 
 
 def measured(zero: int, width: int = 64, layers: int = 4) -> dict[str, tuple[float, float]]:

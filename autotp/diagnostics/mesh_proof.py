@@ -7,11 +7,10 @@ exactly these. The schedule runs each microbatch once forward and once backward 
 ever. Rows are independent and the loss is a sum over them (passes/pipeline), so microbatches and replicas add up to the
 whole batch. All replicas run the same graphs, so one stands for all.
 
-With ZeRO, each parameter of a rank is either in one unit of `fully_shard` or whole on every replica; the whole ones are
-those that several stages of the rank read, that have no dimension, or no element on the rank.
+With ZeRO, each parameter of a rank is either divided over the replicas or whole on each; the whole ones are those that several
+stages of the rank read, that have no dimension, or no element on the rank.
 
-Trusted are what the check trusts, torch's pipelining and fully_shard, and the collectives. `NOT_PROVED` says what
-fully_shard is trusted with.
+Trusted are what the check trusts, torch's pipelining, and the collectives. `NOT_PROVED` says what of ZeRO is trusted.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from autotp.training.pipeline.schedules import Training, analyse_microbatch, div
 from autotp.training.process_groups import holders, read_by_several_stages
 
 NOT_PROVED = (
-    "torch's own division of a unit (a block, or the other parameters of a stage) over the replicas; that it gathers "
+    "the division of a unit (a block, or the other parameters of a stage) over the replicas; that it gathers "
     "the unit before the block runs, sums its gradients and frees it"
 )
 
@@ -103,7 +102,7 @@ class MeshProof:
         """Returns a row for what is not proved of this layout alone; None if there is nothing."""
         if not self.divides:
             return None
-        return Table(("not proved", "of"), (("fully_shard", NOT_PROVED),), ("whole", "note"))
+        return Table(("not proved", "of"), (("ZeRO", NOT_PROVED),), ("whole", "note"))
 
     @property
     def divides(self) -> bool:

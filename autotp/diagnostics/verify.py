@@ -480,7 +480,7 @@ def verify(
     Args:
         model: an ordinary model, in the mode (train or eval) that is to be verified.
         tp: the number of ranks.
-        pp, dp, schedule, interleave, zero: as for `distribute`. What torch's `fully_shard` does is not verified.
+        pp, dp, schedule, interleave, zero: as for `distribute`. What ZeRO gathers and sums is not verified.
         microbatches: as for `distribute`; by default as many as pipeline ranks. The step that is compared is made of
             the rows of the example inputs, which are those of a microbatch.
         example_inputs, cp: as for `parallelize`.

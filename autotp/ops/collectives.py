@@ -562,6 +562,11 @@ def start_sum(x: Tensor, group: str, gathered: tuple[int, int, int] | None) -> S
     return lambda: _of_rows(waits(), x, dim, stop - start).contiguous()
 
 
+def start_reduce_scatter(x: Tensor, group: str) -> Started:
+    """Starts the sum over ranks of `x`, of which each rank gets an equal part. x: [elements]"""
+    return _start("reduce_scatter_tensor", x, "sum", seat(group)[1], group)
+
+
 def _start(name: str, *args: Any) -> Started:
     """Starts c10d's functional collective `name`. Starting and waiting raise Error as `communicate` does."""
     if torch.compiler.is_compiling():

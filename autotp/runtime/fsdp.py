@@ -1,17 +1,17 @@
-"""Lets torch's `fully_shard` gather the parameters of a block before the block's graph reads them."""
+"""Parameters that are DTensors over replicas: those of torch's `fully_shard`, and those of a trainer with ZeRO."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autotp.sharding.boxes import has_dtensors
+from autotp.sharding.partition import chunk_bounds
 
 
 def dtypes(root: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[torch.dtype, ...]:
@@ -29,38 +29,7 @@ def dtypes(root: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[torch.dtype,
     return tuple(result)
 
 
-def shard(
-    root: nn.Module,
-    blocks: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    zero: int,
-    dtype: torch.dtype | None,
-    ignored: Collection[nn.Parameter],
-) -> None:
-    """Shards the parameters of each block, and the other parameters of `root`; gradients are summed.
-
-    Args:
-        zero: the ZeRO stage; 3 frees the gathered parameters of a block after forward, too. (Backward begins with the
-            parameters of `root`: they stay.)
-        dtype: the compute dtype, with sums in float32; None keeps each dtype.
-        ignored: parameters that are not sharded.
-    """
-    # Nothing writes into the output of a block: passes/emit/in_place.py.
-    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w+\) returned a view")
-    policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
-    # Blocks before the root: a unit takes all parameters that no unit has taken before.
-    for module in (*blocks, root):
-        frees = zero == 3 and module is not root
-        unit = fully_shard(
-            module, mesh=mesh, reshard_after_forward=frees, mp_policy=policy, ignored_params=set(ignored)
-        )
-        # Gradients of replicas are parts of one sum, not values to average.
-        unit.set_gradient_divide_factor(1.0)
-        # Else FSDP would ask for PREMUL_SUM, which only NCCL has.
-        unit.set_force_sum_reduction_for_comms(True)
-
-
-def divided(root: nn.Module, names: Collection[str], mesh: DeviceMesh) -> list[nn.Parameter]:
+def rows_as_dtensors(root: nn.Module, names: Collection[str], mesh: DeviceMesh) -> list[nn.Parameter]:
     """Makes these parameters, of which each rank of a mesh holds as many rows, DTensors; returns those."""
     made = []
     for name in names:
@@ -72,44 +41,31 @@ def divided(root: nn.Module, names: Collection[str], mesh: DeviceMesh) -> list[n
     return made
 
 
-def replicate(root: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes each parameter that is not sharded a DTensor, too, whole on each rank of the mesh.
+def as_dtensors(root: nn.Module, mesh: DeviceMesh, divided: Collection[nn.Parameter] = ()) -> None:
+    """Makes each parameter that is not sharded a DTensor over the mesh: some in rows, the others whole on each rank.
 
-    torch's optimizers step lists of parameters, and no list has both kinds.
+    torch's optimizers step lists of parameters, and no list has both plain tensors and DTensors.
+
+    Args:
+        divided: the parameters of which each rank keeps rows, as `torch.chunk` divides them.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in root.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not isinstance(parameter, DTensor):
                 if parameter not in made:
-                    tensor = DTensor.from_local(parameter.data, mesh, [Replicate()], run_check=False)
+                    tensor = _rows(parameter, mesh) if parameter in divided else _replica(parameter, mesh)
                     made[parameter] = nn.Parameter(tensor, parameter.requires_grad)
                 module._parameters[name] = made[parameter]
 
 
-def gather_ahead(units: Sequence[FSDPModule], zero: int) -> None:
-    """Makes the next forward gather parameters beside computation that does not need them.
-
-    ZeRO 1 and 2 keep gathered parameters until the step's last backward, so all units are gathered from now on: a stage
-    of a pipeline gathers while the stages before it compute. With ZeRO 3, each unit has the next one gathered while it
-    computes.
-
-    Args:
-        units: the units that the next forward runs, all of them and no other, in order. What is gathered for a unit
-            that does not run may be its parameters in the next step.
-    """
-    for i, unit in enumerate(units):
-        if zero < 3:
-            unit.unshard(async_op=True)
-        else:
-            unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 2]))
+def _replica(parameter: nn.Parameter, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(parameter.data, mesh, [Replicate()], run_check=False)
 
 
-def pace(root: nn.Module, zero: int, last: bool) -> None:
-    """Tells FSDP whether the next microbatch is the last of a step: this decides what is reduced and freed after it."""
-    if isinstance(root, FSDPModule):
-        root.set_is_last_backward(last)
-        # ZeRO 1 keeps whole gradients until the last microbatch; 2 and 3 keep rows, so each microbatch is summed.
-        root.set_requires_gradient_sync(last or zero > 1)
-        # ZeRO 1 and 2 keep the gathered parameters until the step's last backward.
-        root.set_reshard_after_backward(last or zero == 3)
+def _rows(parameter: nn.Parameter, mesh: DeviceMesh) -> DTensor:
+    start, stop = chunk_bounds(parameter.shape[0], mesh.size(), mesh.get_local_rank())
+    # A copy, so that the memory of the other rows is free.
+    rows = parameter.data[start:stop].clone(memory_format=torch.contiguous_format)
+    strides = parameter.data.to("meta", memory_format=torch.contiguous_format).stride()
+    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=strides)

@@ -75,9 +75,9 @@ def distribute(
         options: as for `parallelize`. Replicas, stages and microbatches
             draw masks of their own, so that "exact" draws those of one device only where `tp` alone is larger than 1.
         zero: the stage of ZeRO (Rajbhandari et al. 2020), which says of which tensors a replica keeps only a part.
-            1: the optimizer's state. 2: also the gradients between microbatches (in a pipeline torch's schedules reduce
-            them once a step). 3: also the parameters between uses. With 1 to 3, parameters are `DTensor`s over "dp", as
-            `fully_shard` makes them.
+            1: the optimizer's state. 2: also the gradients between microbatches (in a pipeline they are summed once a
+            step). 3: also the parameters between uses. With 1 to 3, parameters are `DTensor`s over "dp", in rows as
+            those of `fully_shard`.
         dtype: the dtype of the parameters, of a model that is read from a folder; None means the checkpoint's.
             torch.float32 beside `compute_dtype=torch.bfloat16` keeps masters in float32.
         compute_dtype: the dtype that forward and backward compute in, such as torch.bfloat16. Parameters, gradients,

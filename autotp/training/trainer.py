@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from autotp.attached import READ
@@ -56,7 +55,7 @@ from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.call_consistency import SAME_ROWS
 from autotp.runtime.executable import CHECKED_CALLS, MOST
-from autotp.runtime.fsdp import divided, gather_ahead, pace, replicate, shard
+from autotp.runtime.fsdp import as_dtensors, rows_as_dtensors
 from autotp.runtime.graph_digest import digest, draws_alike, order_of, same_cards, same_graph, same_order
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.shard_parameters import leave_behind, shard_parameters
@@ -310,7 +309,9 @@ class Trainer(InGraphs, HasHoldings):
         self._hold(model, analysis, stages, read_folder, of_experts)
         whole = dict(self.named_parameters())
         # In the order of the model, which is the same on all ranks.
-        self._experts = dict.fromkeys(divided(self, [name for name in whole if name in of_experts], self._mesh_of_rows))
+        self._experts = dict.fromkeys(
+            rows_as_dtensors(self, [name for name in whole if name in of_experts], self._mesh_of_rows)
+        )
         self._original = OriginalModel(model)
         self._holders = groups.holders(stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of)
         self._groups = groups_of(self._ranks.rank, mesh, self._holders.values())
@@ -322,18 +323,15 @@ class Trainer(InGraphs, HasHoldings):
         self._works = {
             i: StageModule([m for m, some in readers.items() if i in some], at_once) for i in self._my_stages
         }
-        self._longest.note((args, kwargs), analysis)
-        key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
-        self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums_of(analysis, lowered))]
         self._several = groups.read_by_several_stages(
             stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of
         )
+        if self._experts or self._gathers:
+            self._as_dtensors(stages, analysis.captured.parameters, whole)
+        self._longest.note((args, kwargs), analysis)
+        key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
+        self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums_of(analysis, lowered))]
         self._learning: dict[Any, list[nn.Parameter]] = {}
-        if training.zero and mesh["dp"].size() > 1:
-            self._shard(stages, analysis.captured.parameters)
-        if self._experts or (training.zero and mesh["dp"].size() > 1):
-            self._as_dtensors(whole)
-        # After these, which replace parameters.
         for name, parameter in self.named_parameters():
             as_cut(parameter, Cut(name, self.layouts[name], self.place))
         self._seed()
@@ -526,27 +524,25 @@ class Trainer(InGraphs, HasHoldings):
         """Returns the layout of a stack of experts, with the rows of this rank's experts."""
         return replace(layout, rows=chunk_bounds(layout.shape[0], self._ep.size, self._ep.rank))
 
-    def _shard(self, stages: Sequence[Stage], names: Mapping[str, str]) -> None:
-        """Shards parameters over the replicas: a block is one unit, and a stage's other parameters are one.
+    @property
+    def _gathers(self) -> bool:
+        """Whether replicas keep rows of parameters, and the graphs gather them: ZeRO."""
+        return self._training.zero > 0 and self.mesh["dp"].size() > 1
 
-        A parameter that several stages of one rank read is not sharded on any rank: it would be in two units. Nor is
-        one without dimensions, or without elements on this rank: `fully_shard` cannot divide it.
+    def _as_dtensors(
+        self, stages: Sequence[Stage], names: Mapping[str, str], whole: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Makes parameters DTensors, in place of the ones that this rank had first (`whole`).
+
+        With ZeRO it leaves this replica's rows of the parameters that the graphs read.
+
+        A parameter that several stages of one rank read stays whole on all ranks: each would gather it. So does one
+        without dimensions, or without elements on this rank: nothing of it can be divided.
         """
-        (pipeline,), every = self._pipelines, set(self.parameters())
-        empty = {parameter for parameter in every if not parameter.numel()}.union(self._experts)
-        stage_programs = pipeline.stages.values()
-        outside = {x.places[source][0] for x in stage_programs for _, source in x.order if isinstance(source, str)}
-        for i, work in self._works.items():
-            read = set(parameters_of_stage(stages[i], names)) - self._several
-            parameters = {parameter for name in read if (parameter := value_at(place_in(self, name))).dim()} - empty
-            # A block of which the graph reads something by itself is no unit: it is gathered for the block's call only.
-            blocks = [m for m in work.holders if isinstance(m, Owner) and not outside & set(m.modules())]
-            blocks = [block for block in blocks if empty.union(parameters).issuperset(block.parameters())]
-            shard(work, blocks, self.mesh["dp"], self._training.zero, self._training.compute_dtype, every - parameters)
-
-    def _as_dtensors(self, whole: Mapping[str, nn.Parameter]) -> None:
-        """Makes the other parameters DTensors, too, in place of the ones that this rank had first (`whole`)."""
-        replicate(self, self._mesh_of_rows)
+        gathered = {name for i in self._my_stages if self._gathers for name in parameters_of_stage(stages[i], names)}
+        own = dict(self.named_parameters())
+        divided = {p for name, p in own.items() if name in gathered - self._several and p.dim() and p.numel()}
+        as_dtensors(self, self._mesh_of_rows, divided)
         now = dict(self.named_parameters())
         # New parameters are in the place of the old ones, which the user's hooks are on.
         for name, parameter in whole.items():
@@ -612,6 +608,13 @@ class Trainer(InGraphs, HasHoldings):
             )
         axes = place.groups | (self._ep.groups if other else {})
         ready = rank_program(stage.graph, analysis, self._training, place.device, axes, seat)
+        if self._gathers:
+            values = {name: value_at(at) for name, at in places.items()}
+            rows = {name for name, value in values.items() if is_sharded(value) and value not in self._experts}
+            alone = self.mesh["pp"].size() == 1
+            # The second half of a backward comes later, and reads parameters, too.
+            stay = self._training.zero < 3 or (self._training.engine.halves and not alone)
+            ready = ready.gathering(rows, self._training.compute_dtype, None if stay else 1, stays=alone)
         return replace(ready.attached(places, owners.get, self._read), received=stage.received)
 
     def _seed(self) -> None:
@@ -704,16 +707,7 @@ class Trainer(InGraphs, HasHoldings):
             problem = f'Trainer.evaluate: torch\'s schedule "{schedule}" always runs backward'
             raise Error(problem, fix='schedule="zero-bubble"')
         pipeline, inputs = self._begin(False, args, kwargs)
-        before = {parameter: parameter.grad for parameter in self.parameters()}
-        try:
-            losses = self._named_if_lost("Trainer.evaluate", lambda: self._run(pipeline, inputs))
-        finally:  # torch's schedules drop the gradients of sharded parameters when they find out the stages' shapes.
-            for parameter, grad in before.items():
-                parameter.grad = grad
-        # Without a backward nothing else frees the parameters that `fully_shard` has gathered.
-        for module in (module for work in self._works.values() for module in work.modules()):
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        losses = self._named_if_lost("Trainer.evaluate", lambda: self._run(pipeline, inputs))
         return self._named_if_lost("Trainer.evaluate", lambda: self._sum_losses(pipeline, losses))
 
     def _named_if_lost(self, method: str, run: Callable[[], T]) -> T:
@@ -866,8 +860,8 @@ class Trainer(InGraphs, HasHoldings):
         """Returns graphs that this rank has, for a step in which another replica makes some.
 
         NOTE [Trials together]
-        A new engine of torch's first runs the stages on zeros, to learn the shapes that they send. There `fully_shard`
-        gathers parameters, with all replicas. So where one replica has a new engine, each of them makes a new one.
+        A new engine of torch's first runs the stages on zeros, to learn the shapes that they send. There parameters
+        are gathered, with all replicas. So where one replica has a new engine, each of them makes a new one.
         """
         if pipeline.engine is None or not self._training.zero:
             return pipeline
@@ -890,15 +884,18 @@ class Trainer(InGraphs, HasHoldings):
         try:
             with self._read.one_step():
                 return self._run_microbatches(pipeline, inputs)
-        except BaseException as error:  # Other ranks wait for a stage, or FSDP holds a part of the gradients.
+        except BaseException as error:  # Other ranks wait for a stage, or a part of the gradients is held.
             divided = self.mesh["pp"].size() > 1 or (self._training.zero and self.mesh["dp"].size() > 1)
             divided = divided or bool(self._exchanges)
             self._failed = f"{type(error).__name__}: {error}".splitlines()[0] if divided else ""
             raise
+        finally:
+            for graph in pipeline.stages.values():
+                graph.end_step()
 
     def _run_microbatches(self, pipeline: Pipeline, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        if len(self._works) == 1:  # With several stages on a rank, torch's schedule gathers the next ones.
-            gather_ahead(next(iter(self._works.values())).units(), self._training.zero)
+        for graph in pipeline.stages.values():
+            graph.begin_step()
         rest = next((work.rest for work in self._works.values() if work.rest is not None), None)
         at_once = all(work.at_once for work in self._works.values())
         if pipeline.functions is not None and pipeline.training and not at_once:  # NOTE [A pass for the sums]
@@ -938,16 +935,20 @@ class Trainer(InGraphs, HasHoldings):
         if pipeline.engine is not None:
             run = pipeline.engine.step if pipeline.training else pipeline.engine.eval
             run(**inputs, target=self._target(), losses=losses)
+            for graph in pipeline.stages.values():
+                graph.sum_the_rest()
             return losses
         (work,), parts = self._works.values(), self._parts_of(pipeline, inputs)
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
-            pace(work, self._training.zero, last)
+            # ZeRO 1 keeps whole gradients until the last microbatch; 2 and 3 keep rows, so each microbatch is summed.
+            work.graph.sum_now(self._training.zero > 1 or last)
             loss = self._scale(work(**part).sum())
             if pipeline.training:
                 with work.last_backward() if last else nullcontext():
                     loss.backward()
             losses.append(loss.detach())
+        work.graph.sum_the_rest()
         return losses
 
     def _scale(self, loss: Tensor) -> Tensor:
@@ -975,7 +976,7 @@ class Trainer(InGraphs, HasHoldings):
         """Returns the sums over the replicas that run under backward; each stage's module starts its own.
 
         These are sums of the parameters that had gradients in the last step that trained the same ones, but for those
-        that several stages read, or that `fully_shard` divides.
+        that several stages read, or that ZeRO divides.
         """
         learning = self._learning.get(self._trained(), []) if self._sums_under_backward else []
         excluded = {*self.shared, *self._several}
@@ -987,7 +988,7 @@ class Trainer(InGraphs, HasHoldings):
 
     @property
     def _sums_under_backward(self) -> bool:
-        # `fully_shard` has sums of its own, and a bucket takes plain tensors.
+        # Graphs that gather sum by themselves, and a bucket takes plain tensors.
         return self.mesh["dp"].size() > 1 and not self._training.zero and not self._exchanges
 
     def _trained(self) -> tuple[bool, ...]:

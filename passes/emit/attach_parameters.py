@@ -35,13 +35,20 @@ class BlockCall(nn.Module):
         given: for each argument of `work` its place among the arguments of this call; None for the next parameter.
         read_places: the places of the parameters, in order.
         name: the name of the block in the model, such as `h.0`; torch.profiler shows it.
+        gathers: whether the graph gathers its parameters, and sums their gradients when its backward ends.
     """
 
     def __init__(
-        self, work: nn.Module, owner: nn.Module, operands: list[int | ParameterPlace], read: ReadParameter, name: str
+        self,
+        work: nn.Module,
+        owner: nn.Module,
+        operands: list[int | ParameterPlace],
+        read: ReadParameter,
+        name: str,
+        gathers: bool = False,
     ) -> None:
         super().__init__()
-        self.work, self.read, self.name = work, read, name
+        self.work, self.read, self.name, self.gathers = work, read, name, gathers
         self.given = [x if isinstance(x, int) else None for x in operands]
         self.read_places = [x for x in operands if not isinstance(x, int)]
         self.owner = (owner,)  # In a tuple, so that it is no submodule of this module.
@@ -62,7 +69,8 @@ class BlockCall(nn.Module):
         """Runs the block on the present parameters of its module."""
         work = self.work
         run = work.forward if isinstance(work, fx.GraphModule) else work  # Nothing is registered on a shared graph.
-        if isinstance(self.owner[0], FSDPModule):  # It reads the gradients when the block's backward ends.
+        # The gradients are read when the block's backward ends.
+        if self.gathers or isinstance(self.owner[0], FSDPModule):
             with sums_at_once():
                 return run(*self.operands_of(inputs))
         return run(*self.operands_of(inputs))
@@ -186,12 +194,12 @@ def attach_parameters(
     """
     root, attached, env = nn.Module(), fx.Graph(), dict[fx.Node, fx.Node]()
     for node in outlined.graph.nodes:
-        if node.op == "placeholder" and owner_of(_reader(node, names)) is not None:
+        if node.op == "placeholder" and owner_of(block_that_reads(node, names)) is not None:
             continue
         owner = owner_of(block_of(node)) if node.op == "call_module" else None
         if owner is None:
             env[node] = copied(attached, node, env.__getitem__)
-            if node.op == "call_module":
+            if node.op in ("call_module", "get_attr"):
                 root.add_module(str(node.target), outlined.get_submodule(str(node.target)))
             continue
         # A parameter that only this block reads has no node in the new graph: the block takes it from its module.
@@ -201,13 +209,14 @@ def attach_parameters(
         ]
         name = f"{block_of(node).replace('.', '_')}_{len(root._modules)}"
         work = outlined.get_submodule(str(node.target))
-        root.add_module(name, BlockCall(work, owner, operands, read, block_of(node)))
+        gathers = any(x.target == "arrive" for n in passed for x in n.all_input_nodes)
+        root.add_module(name, BlockCall(work, owner, operands, read, block_of(node), gathers))
         env[node] = attached.call_module(name, tuple(env[n] for n in passed))
         env[node].meta = dict(node.meta)
     return fx.GraphModule(root, attached)
 
 
-def _reader(node: fx.Node, names: Mapping[str, str]) -> str:
+def block_that_reads(node: fx.Node, names: Mapping[str, str]) -> str:
     """Returns the block of a parameter if only calls of this block read it; else ""."""
     block = block_in(names.get(node.name, ""))
     return block if all(user.op == "call_module" and block_of(user) == block for user in node.users) else ""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from autotp.errors import Error
 from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter, attach_parameters, value_at
+from autotp.passes.emit.gather_ahead import gather_ahead
+from autotp.passes.emit.sharded_unit import ShardedUnit
 from autotp.rules.call import placeholders
 
 
@@ -28,6 +31,7 @@ class RankProgram:
         read: returns the tensor at a place.
         order: the placeholders of `module` with their sources, in order; None for what a call gives.
         received: of a stage, the placeholders for tensors from other stages.
+        rows: the names of the parameters that the graph takes as rows, and gathers itself.
     """
 
     module: fx.GraphModule
@@ -37,6 +41,7 @@ class RankProgram:
     read: ReadParameter = value_at
     order: Sequence[tuple[str, str | Tensor | None]] = ()
     received: Sequence[str] = ()
+    rows: Collection[str] = ()
 
     def attached(
         self,
@@ -51,6 +56,40 @@ class RankProgram:
         module = attach_parameters(self.module, self.parameters, places, owner_of, read)
         order = [(name, self.sources.get(name)) for name in placeholders(module.graph)]
         return replace(self, module=module, places=places, read=read, order=order)
+
+    def gathering(
+        self, rows: Collection[str], dtype: torch.dtype | None, ahead: int | None = 1, stays: bool = False
+    ) -> RankProgram:
+        """Returns the graph for replicas that keep rows of some parameters; arguments as for `gather_ahead`."""
+        module = gather_ahead(self.module, self.parameters, rows, dtype, ahead, stays) if rows else self.module
+        return replace(self, module=module, rows=rows)
+
+    @property
+    def units(self) -> list[ShardedUnit]:
+        """What is gathered together, and whose gradients are summed together."""
+        return [part for part in self.module.children() if isinstance(part, ShardedUnit)]
+
+    def begin_step(self) -> None:
+        """Starts to gather what stays for a whole step: a stage gathers while the stages before it compute."""
+        for unit in self.units:
+            if not unit.frees:
+                unit.start(*(value_at(self.places[name]) for name in unit.names))
+
+    def sum_now(self, now: bool) -> None:
+        """Says whether the next backward sums gradients over the replicas; else they are added up."""
+        for unit in self.units:
+            unit.sums_now = now
+
+    def sum_the_rest(self) -> None:
+        """Sums the gradients that no backward has summed, and waits for all sums."""
+        for unit in self.units:
+            unit.sum_gradients()
+            unit.sums.finish()
+
+    def end_step(self) -> None:
+        """Empties the memory of all gathered parameters."""
+        for unit in self.units:
+            unit.forget()
 
     def operands(self, given: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns the arguments of `module`.
@@ -70,6 +109,8 @@ class RankProgram:
     def _value(self, source: str | Tensor) -> Tensor:
         if not isinstance(source, str):
             return source
+        if source in self.rows:
+            return value_at(self.places[source])
         tensor = self.read(self.places[source])
         if isinstance(tensor, DTensor):
             raise Error(

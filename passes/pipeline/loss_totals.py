@@ -131,7 +131,9 @@ def loss_totals(
             builder.env[node] = builder.call(aten.full.default, [], 0, dtype=node.meta["val"].dtype)
         elif node.op != "output":
             _copy(builder, node)
-    ordered = [total_of[term] for term in divided]  # As their placeholders; the graph may compute them in another order.
+    ordered = [
+        total_of[term] for term in divided
+    ]  # As their placeholders; the graph may compute them in another order.
     functions = [node for node, kind in terms.items() if kind == "function"]
     read = read_sums(functions, sums, divided) if functions else []
     parts = {node: _parts_of(builder, node, first, node in divided) for node in read}

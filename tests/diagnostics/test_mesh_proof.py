@@ -43,7 +43,7 @@ def test_a_mesh_on_meta_is_proved() -> None:
     once = "; the gradient of each is summed over the replicas once"
     words = " ".join(text.split())
     assert f"ZeRO stage 1: 52 parameters are divided over 5 replicas, none is whole on each{once}" in words
-    assert words.endswith(f"not proved of fully_shard {NOT_PROVED}")
+    assert words.endswith(f"not proved of ZeRO {NOT_PROVED}")
     assert report.to_dict()["mesh"]["ranks"] == 30
 
 

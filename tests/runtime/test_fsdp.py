@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from trainers import order_of_a_step, started
 
 import autotp
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
@@ -191,51 +190,3 @@ def test_fully_shard_refuses_parts_that_are_never_called() -> None:
         assert (
             hook == "a hook on a submodule of a parallel model would never run: its work is part of the model's graph"
         )
-
-
-def ordered(rank: int, n: int, zero: int) -> str:
-    trainer, _ = started((1, 1, n), layers=4, zero=zero)
-    return order_of_a_step(trainer)
-
-
-@pytest.mark.parametrize(("zero", "before"), [(1, [0, 0, 0, 0, 0]), (3, [0, 0, 0, 4, 8])])
-def test_fully_shard_gathers_parameters_before_their_block_runs(zero: int, before: list[int]) -> None:
-    """The products before each of the first five gathers: of the rest of the model, then of four blocks of four."""
-    for text in run_ranks(ordered, 2, zero, timeout=100):
-        parts = text.split("G")
-        assert [sum(part.count(".") for part in parts[: i + 1]) for i in range(5)] == before
-        # With ZeRO 1 nothing is gathered again; with ZeRO 3 blocks are, for backward and in the second microbatch.
-        assert text.count("G") == (5 if zero == 1 else 2 * (1 + 4 + 4))
-
-
-def skipping(rank: int, n: int) -> None:
-    """An evaluation without the last block, then other parameters, then a step with it."""
-    whole = Optional()
-    rows = {"x": torch.arange(8.0).view(2, 4) / 8, "more": torch.ones(2, 1)}
-    mine = {name: value[rank : rank + 1] for name, value in rows.items()}
-    trainer = autotp.distribute(copy.deepcopy(whole), example_inputs=rows, dp=n, microbatches=1, zero=1)
-    for _ in range(2):
-        torch.testing.assert_close(trainer.evaluate(x=mine["x"]), whole(rows["x"]).detach())
-        with torch.no_grad():
-            for parameter in (*trainer.parameters(), *whole.parameters()):
-                parameter.mul_(0.9)
-        torch.testing.assert_close(trainer.step(**mine), whole(**rows).detach())
-
-
-class Optional(nn.Module):
-    """Three blocks; the last one runs only with a second input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.h = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
-        """x: [batch 4]; more: [batch 1]"""
-        x = self.h[1](self.h[0](x).tanh()).tanh()
-        return (x if more is None else self.h[2](x * more)).square().mean()
-
-
-def test_fully_shard_of_a_skipped_block_reads_new_parameters_later() -> None:
-    """It would keep its old parameters."""
-    run_ranks(skipping, 2, timeout=100)

@@ -431,7 +431,7 @@ def beside_times(prices: Prices, layout: StepLayout, names: frozenset[str]) -> T
 def _added_bytes(layout: StepLayout, wide: int, narrow: int) -> float:
     """Returns the bytes that are moved for an element of a gradient and a microbatch, beside the product.
 
-    `fully_shard` copies gradients into a buffer that is summed; what microbatches add up is in the parameter's dtype.
+    ZeRO copies gradients into a buffer that is summed; what microbatches add up is in the parameter's dtype.
     """
     cast, count = (narrow + wide if narrow != wide else 0), layout.microbatches
     if not layout.zero or layout.dp == 1:

@@ -1,7 +1,7 @@
 """replicas: what the ranks of a stage exchange with those of other replicas in a step, and when it can start.
 
-With ZeRO the units are those of `fully_shard`: each block, and all other parameters of the stage, which are gathered
-first and summed last. Without, gradients are summed in buckets, in the order in which backward makes them.
+With ZeRO the units are each block, and all other parameters of the stage, which are gathered first and summed last.
+Without, gradients are summed in buckets, in the order in which backward makes them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 
 from autotp.compiler import Captures
 from autotp.errors import Error
@@ -18,7 +17,6 @@ from autotp.options import Options
 from autotp.passes.canonicalize.gradient_flow import with_gradient
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.looks import without_padding
-from autotp.passes.emit.attach_parameters import BlockCall
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.documents import expect_ends_in_parts
@@ -230,12 +228,6 @@ class StageModule(nn.Module):
         """Sets the graph, the totals and the rest of the loss that the next calls of `forward` use."""
         self.graph, self.totals, self.rest = graph, totals, rest
 
-    def units(self) -> list[FSDPModule]:
-        """Returns what of `fully_shard` the graph runs, in order: this module, then each block that it calls."""
-        calls = (part for part in self.graph.module.children() if isinstance(part, BlockCall))
-        units = dict.fromkeys([self, *(call.owner[0] for call in calls)])
-        return [unit for unit in units if isinstance(unit, FSDPModule)]
-
     def last_backward(self) -> AbstractContextManager[None]:
         """Returns a region for the last backward of a step."""
         return self.sums.under_backward(self.parameters())
@@ -301,15 +293,11 @@ def _torch_stages(schedule: Engine, works: Mapping[int, nn.Module], device: torc
     """Returns torch's object of each stage of this rank.
 
     NOTE [Sums under the last backward]
-    torch's schedules sum the gradients of a stage of `fully_shard` when its last backward has ended, and wait for the
-    sums. Here each block's gradients are summed while the blocks before it run backward, and a rank waits for all sums
-    once, when its last stage has ended. Schedules that halve backward have the gradients of weights later: they sum
-    behind, as torch does.
+    In the last backward of a stage, each block's gradients are summed over the replicas while the blocks before it run
+    theirs, and a rank waits for the last sums when all its stages have ended. Schedules that halve backward have the
+    gradients of weights later: they are summed behind.
     """
     from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining._backward import stage_backward
-
-    ended: list[Any] = []
 
     class TrialStage(PipelineStage):
         """A stage whose trial run has valid indices, and whose sums over replicas run beside backward.
@@ -327,35 +315,13 @@ def _torch_stages(schedule: Engine, works: Mapping[int, nn.Module], device: torc
         def backward_maybe_with_nosync(self, half: str, values: dict[str, Any], last_backward: bool = False) -> Any:
             """Runs backward ("full"), or one of our halves ("input", "weight")."""
             work: Any = self.submod
+            work.graph.sum_now(last_backward and half == "full")
             with work.last_backward() if last_backward else nullcontext():
-                return self._backward(half, values, last_backward)
-
-        def _backward(self, half: str, values: dict[str, Any], last_backward: bool) -> Any:
-            if half == "full":
-                if not last_backward or not isinstance(self.submod, FSDPModule):
+                if half == "full":
                     return super().backward_maybe_with_nosync(half, values, last_backward)
-                self.submod.set_is_last_backward(False)  # Nobody waits for the sums here.
-                # What torch's stage does for the last backward of `fully_shard`, but without the wait.
-                self.submod.set_reshard_after_backward(True)
-                self.submod.set_requires_gradient_sync(True)
-                return stage_backward(values["stage_output"], values["output_grads"], values["input_values"]), None
-            if isinstance(self.submod, FSDPModule):
-                # The schedule sums gradients and divides the parameters again after the last microbatch.
-                self.submod.set_is_last_backward(False)
-                self.submod.set_reshard_after_backward(False)
-                self.submod.set_requires_gradient_sync(False)
-            if half == "input":
-                return input_half(values["stage_output"], values["output_grads"], values["input_values"])
-            return values["param_groups"].run(), None
-
-        def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-            """Waits for the sums of all stages of this rank, once the last of them has run backward."""
-            ended.append(self)
-            if not schedule.halves and len(ended) < len(works):
-                return
-            for stage in ended:
-                PipelineStage.perform_reduce_grad(stage, grad_scale_factor)
-            ended.clear()
+                if half == "input":
+                    return input_half(values["stage_output"], values["output_grads"], values["input_values"])
+                return values["param_groups"].run(), None
 
     count = group.size() * schedule.rounds
     return [TrialStage(work, i, count, device, group=group) for i, work in works.items()]

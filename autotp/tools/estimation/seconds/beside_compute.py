@@ -85,8 +85,8 @@ def run_beside(
 ) -> PassOverUnits:
     """Returns a pass over units, whose parameters are gathered before, and whose gradients are summed behind.
 
-    A sum starts when its unit has been computed and the sum before has ended, for which computation waits: torch's
-    `fully_shard` has one buffer for sums.
+    A sum starts when its unit has been computed and the sum before has ended, for which computation waits: one
+    sum runs at a time.
 
     Args:
         work: seconds of each unit, in the order in which they run.

@@ -1,0 +1,104 @@
+"""gather_ahead: a graph gathers its blocks' parameters one block ahead, in forward and in backward, and drops them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from graphs import draft, some
+from ranks import run_ranks
+from torch import Tensor, fx, nn
+from trainers import order_of_a_step, started
+
+import autotp
+from autotp.passes.emit.gather_ahead import gather_ahead
+from autotp.passes.emit.outline import blocks, outlined
+
+aten = torch.ops.aten
+NAMES = {"w": "h.0.weight", "v": "h.1.weight", "u": "h.2.weight", "s": "shared"}
+
+
+def three_blocks(call: Any, x: Any, w: Any, v: Any, u: Any, s: Any) -> fx.Node:
+    """Each block has a weight of its own; all read `s`."""
+    for i, weight in enumerate((w, v, u)):
+        for target, operand in ((aten.linear.default, weight), (aten.add.Tensor, s)):
+            x = call(target, x, operand)
+            x.meta["nn_module_stack"] = {"": (f"h.{i}", None)}
+    return x
+
+
+def block_name(unit: Any) -> str:
+    return str(unit).removeprefix("rows_of_").removeprefix("h_").rpartition("_")[0]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "expected"),
+    [
+        (1, "rest+ 0+ rest 0 1+ 0- 1 2+ 1-0 2 2-1"),
+        (2, "rest+ 0+ 1+ rest 0 2+ 0- 1 1-0 2 2-10"),
+        (None, "rest+ 0+ 1+ 2+ rest 0 1 2"),
+    ],
+)
+def test_gather_ahead_starts_gathers_before_blocks(ahead: int | None, expected: str) -> None:
+    """A plus starts a gather, a name waits for it, a minus drops it: backward then gathers it and those behind it."""
+    graph = draft(three_blocks, x=some(3, 4), w=some(4, 4), v=some(4, 4), u=some(4, 4), s=some(4))
+    module = gather_ahead(outlined(graph, list(blocks(graph)), "block"), NAMES, set(NAMES.values()), None, ahead=ahead)
+    words = []
+    for node in module.graph.nodes:
+        if node.op == "call_method":
+            unit = block_name(node.args[0])
+            before = "".join(map(block_name, node.args[2])) if node.target == "leave" else ""
+            words.append(unit + {"start": "+", "arrive": "", "leave": "-"}[str(node.target)] + before)
+    assert " ".join(words) == expected
+
+
+def ordered(rank: int, n: int, zero: int) -> str:
+    trainer, _ = started((1, 1, n), layers=4, zero=zero)
+    return order_of_a_step(trainer)
+
+
+@pytest.mark.parametrize(("zero", "before"), [(1, [0, 0, 0, 0, 0]), (3, [0, 0, 0, 4, 8])])
+def test_zero_gathers_parameters_before_their_block_runs(zero: int, before: list[int]) -> None:
+    """The products before each of the first five gathers: of the rest of the model, then of four blocks of four."""
+    for text in run_ranks(ordered, 2, zero, timeout=100):
+        parts = text.split("G")
+        assert [sum(part.count(".") for part in parts[: i + 1]) for i in range(5)] == before
+        # With ZeRO 1 nothing is gathered again; with ZeRO 3 blocks are, in the second microbatch and for backward. The
+        # last block stays for it.
+        assert text.count("G") == (5 if zero == 1 else 1 + 2 * (4 + 3))
+        assert text.count("S") == (5 if zero == 1 else 2 * 5)
+
+
+def skipping(rank: int, n: int) -> None:
+    """An evaluation without the last block, then other parameters, then a step with it."""
+    whole = Optional()
+    rows = {"x": torch.arange(8.0).view(2, 4) / 8, "more": torch.ones(2, 1)}
+    mine = {name: value[rank : rank + 1] for name, value in rows.items()}
+    trainer = autotp.distribute(copy.deepcopy(whole), example_inputs=rows, dp=n, microbatches=1, zero=1)
+    for _ in range(2):
+        torch.testing.assert_close(trainer.evaluate(x=mine["x"]), whole(rows["x"]).detach())
+        with torch.no_grad():
+            for parameter in (*trainer.parameters(), *whole.parameters()):
+                parameter.mul_(0.9)
+        torch.testing.assert_close(trainer.step(**mine), whole(**rows).detach())
+
+
+class Optional(nn.Module):
+    """Three blocks; the last one runs only with a second input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        """x: [batch 4]; more: [batch 1]"""
+        x = self.h[1](self.h[0](x).tanh()).tanh()
+        return (x if more is None else self.h[2](x * more)).square().mean()
+
+
+def test_a_skipped_block_reads_new_parameters_later() -> None:
+    """It would keep its old parameters."""
+    run_ranks(skipping, 2, timeout=100)
