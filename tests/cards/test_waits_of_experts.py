@@ -42,7 +42,11 @@ def is_of_one_device(line: str) -> bool:
 
 
 def expect_a_wait_a_layer(ranks: int, dtype: torch.dtype, experts: Any) -> None:
-    traffic = waits(ranks, dtype, experts)
+    expect_few(waits(ranks, dtype, experts))
+
+
+def expect_few(traffic: Traffic) -> None:
+    """At most one wait a layer."""
     own = sum(count for (_, line), count in traffic.own_waits.items() if not is_of_one_device(line))
     assert own <= LAYERS, f"{own} waits\n{traffic}"
 
@@ -61,6 +65,24 @@ def a_layer_whose_experts_are_cut_waits_once(rank: int, n: int) -> None:
 @checks.on(2)
 def a_layer_in_bfloat16_whose_experts_are_cut_waits_once(rank: int, n: int) -> None:
     expect_a_wait_a_layer(n, torch.bfloat16, "expert")
+
+
+@checks.on(2)
+def a_layer_whose_rows_travel_waits_once(rank: int, n: int) -> None:
+    """For the counts, with which all sizes of the layer come."""
+    pytest.importorskip("transformers")
+    from support.hf_families import FAMILIES
+
+    model, inputs = FAMILIES["mixtral"]()
+    model.config.output_router_logits = False  # The loss that balances experts reads all rows of a batch.
+    del inputs["attention_mask"]  # A trainer looks at masks, with experts or without.
+    trainer = autotp.distribute(model.train(), dp=n, ep=n, example_inputs=inputs)
+    inputs = {name: value.roll(rank, 1).cuda() for name, value in inputs.items()}
+    for _ in range(3):
+        trainer.step(**inputs)
+    with host_waits() as traffic:
+        trainer.step(**inputs)
+    expect_few(traffic)
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())

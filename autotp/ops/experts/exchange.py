@@ -84,9 +84,10 @@ def arrival(table: Tensor) -> Tensor:
     received, total = table[1], sum(_rows(table)[1])
     by_expert = received.T.flatten()
     places = (by_expert.cumsum(0) - by_expert).view(received.shape[::-1]).T.flatten()
-    as_sent = received.flatten()
-    moved = places - (as_sent.cumsum(0) - as_sent)
-    return torch.arange(total, device=table.device) + torch.repeat_interleave(moved, as_sent, output_size=total)
+    as_sent, rows = received.flatten(), torch.arange(total, device=table.device)
+    ends = as_sent.cumsum(0)
+    moved = places - (ends - as_sent)  # How far each piece, of one rank and one expert, is from its place.
+    return rows + moved.index_select(0, torch.searchsorted(ends, rows, right=True))
 
 
 def to_experts(x: Tensor, group: str | None, table: Tensor, places: Tensor) -> Tensor:
