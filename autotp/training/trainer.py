@@ -29,6 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from autotp.attached import READ
 from autotp.compiler import rank_graph, rank_program, warn_of_whole_sequences
+from autotp.diagnostics.report import memory_plan
+from autotp.display.sheet import Table
 from autotp.distributed.agreement import Fact, agree, line_sums, tried
 from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut
 from autotp.distributed.cut_tensors.rows_of_parts import rows_of_part
@@ -207,7 +209,7 @@ class Trainer(InGraphs, HasHoldings):
         layouts: first name of a parameter or buffer of the model -> its layout on the tensor-parallel ranks.
         steps: the number of steps done, with those before the loaded checkpoint.
         plan: the blocks of each stage of the pipeline, its cost (multiplications) and the numbers that it keeps for
-            backward.
+            backward; with `memory=`, what the budget did with the values of this rank's stages.
         place: this rank among its tensor-parallel ranks.
         everyone: this rank among all ranks.
         replicas: this rank among the ranks that hold the same stage of another replica.
@@ -235,7 +237,7 @@ class Trainer(InGraphs, HasHoldings):
     mesh: DeviceMesh
     layouts: dict[str, Layout]
     steps: int
-    plan: Division
+    _division: Division
     place: Mesh
     everyone: Mesh
     replicas: Mesh
@@ -298,7 +300,7 @@ class Trainer(InGraphs, HasHoldings):
             return [same_order(order_of(lowered), groups_of_ranks[REPLICA]), *cards]
 
         lowered = agree(self._ranks, lambda: rank_graph(analysis, self.place.rank, training.randomness), facts)
-        self.plan = replace(
+        self._division = replace(
             division(training, mesh["pp"].size(), analysis, lowered), experts=analysis.notes.get("experts", "")
         )
         stages = self._cut(analysis, lowered)
@@ -335,6 +337,20 @@ class Trainer(InGraphs, HasHoldings):
         for name, parameter in self.named_parameters():
             as_cut(parameter, Cut(name, self.layouts[name], self.place))
         self._seed()
+
+    @property
+    def plan(self) -> Division:
+        """The division into stages; with `memory=`, what the budget did in the last step: see the class."""
+        return replace(self._division, budgets=tuple(self._budgets()))
+
+    def _budgets(self) -> Iterator[Table | tuple[str, ...]]:
+        """Yields the table and the lines about the budget of each stage of this rank that has run."""
+        for number in self._my_stages:
+            graphs = (pipeline.stages[number].module for pipeline in reversed(self._pipelines) if pipeline.training)
+            memory = next((memory for graph in graphs if (memory := memory_plan(graph)) is not None), None)
+            if memory is not None:
+                yield memory.table()
+                yield (*[f"stage       {number}"] * (len(self._division.blocks) > 1), *memory.lines())
 
     def _in_graphs(self) -> Mapping[str, Any]:
         """Returns the settings of the original model that have no name of the trainer's own."""
@@ -449,7 +465,7 @@ class Trainer(InGraphs, HasHoldings):
         return self._analyse(True, args, kwargs, rows)
 
     def _cut(self, analysis: Program, lowered: fx.Graph) -> list[Stage]:
-        return staged(lowered, self.plan.blocks, list(analysis.captured.parameters))
+        return staged(lowered, self._division.blocks, list(analysis.captured.parameters))
 
     def _hold(
         self,
@@ -582,7 +598,7 @@ class Trainer(InGraphs, HasHoldings):
 
     def _seat(self, stage: int) -> Seat:
         """Returns what a budget of memory needs to know of a stage's place."""
-        mine, count = self._my_stages, len(self.plan.blocks)
+        mine, count = self._my_stages, len(self._division.blocks)
         return Seat(
             rank=self.place.rank, kept_calls=self._training.engine.flight(stage, count, self._training.microbatches),
             replicas=self.replicas.size, share=1 / len(mine),
@@ -741,7 +757,7 @@ class Trainer(InGraphs, HasHoldings):
         inputs = dict(zip(names, moved, strict=True))
         totals = totals_of(pipeline.analysis, inputs, self, self.mesh.get_group("dp"))
         inputs = pipeline.documents.divided(inputs, self._training.microbatches)
-        rest, last = None, len(self.plan.blocks) - 1
+        rest, last = None, len(self._division.blocks) - 1
         if pipeline.functions is not None and last in self._works:
             replicas, parts = self.mesh.get_group("dp"), self._training.microbatches
             rest = RestOfLoss(pipeline.functions, self.place.device, replicas, parts)
@@ -921,7 +937,7 @@ class Trainer(InGraphs, HasHoldings):
 
     def _target(self) -> Tensor | None:
         """Returns what torch's schedule divides among the microbatches as a target. Our loss does not read it."""
-        last = len(self.plan.blocks) - 1 in self._my_stages
+        last = len(self._division.blocks) - 1 in self._my_stages
         return torch.zeros(self._training.microbatches) if last else None
 
     def _parts_of(self, pipeline: Pipeline, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

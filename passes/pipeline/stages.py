@@ -59,6 +59,7 @@ class Division(Shown):
         memory: the numbers that each stage keeps.
         ranks: the pipeline rank of each stage.
         experts: what replicas send each other for the experts that they have; "" for nothing.
+        budgets: what a budget (`memory=`) did with the values of this rank's stages in the last step.
     """
 
     blocks: tuple[tuple[str, ...], ...]
@@ -66,6 +67,7 @@ class Division(Shown):
     memory: tuple[float, ...]
     ranks: tuple[int, ...]
     experts: str = ""
+    budgets: tuple[Table | tuple[str, ...], ...] = ()
 
     def summary(self) -> str:
         """Returns the number of stages and of pipeline ranks, and what replicas send each other for their experts."""
@@ -78,7 +80,7 @@ class Division(Shown):
         rows = zip(self.ranks, names, _shares(self.costs), _shares(self.memory), strict=True)
         texts = tuple((str(i), str(rank), *cells) for i, (rank, *cells) in enumerate(rows))
         head = ("stage", "pp rank", "blocks", "multiplications", "memory")
-        return Sheet(self.summary(), (Table(head, texts, ("", "note", "cut", "", "")),))
+        return Sheet(self.summary(), (Table(head, texts, ("", "note", "cut", "", "")), *self.budgets))
 
 
 def _shares(parts: Sequence[float]) -> list[str]:
