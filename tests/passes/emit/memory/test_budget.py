@@ -260,7 +260,6 @@ def test_the_plan_shows_what_a_budget_did() -> None:
 def test_the_plan_of_a_trainer_shows_what_a_budget_did_in_its_last_step() -> None:
     tokens = torch.randint(0, 64, (4, 16))
     trainer = autotp.distribute(gpt(), example_inputs=(tokens, tokens), memory="50%")
-    assert "memory      50%" not in f"{trainer.plan}"  # Nothing has run.
     trainer.step(tokens, tokens)
     text = f"{trainer.plan}"
     assert "kept for backward" in text and "memory      50%: a call keeps" in text
