@@ -7,8 +7,8 @@ exactly these. The schedule runs each microbatch once forward and once backward 
 ever. Rows are independent and the loss is a sum over them (passes/pipeline), so microbatches and replicas add up to the
 whole batch. All replicas run the same graphs, so one stands for all.
 
-With ZeRO, each parameter of a rank is either divided over the replicas or whole on each; the whole ones are those that several
-stages of the rank read, that have no dimension, or no element on the rank.
+With ZeRO, each parameter of a rank is either divided over the replicas or whole on each; the whole ones are those that
+several stages of the rank read, that have no dimension, or no element on the rank.
 
 Trusted are what the check trusts, torch's pipelining, and the collectives. `NOT_PROVED` says what of ZeRO is trusted.
 """

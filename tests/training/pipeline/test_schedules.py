@@ -103,7 +103,6 @@ def new_lengths(rank: int, n: int, zero: Any) -> None:
         assert_values_close(p.grad.full_tensor(), gradients[name], msg=name)
 
 
-@pytest.mark.not_on_cards("`fully_shard` waits on the stream of torch.accelerator, which takes no pretended event")
 @pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.rare)])
 def test_replicas_make_graphs_in_different_steps(zero: Any) -> None:
     """An engine's first run gathers what `zero` divides: a replica that had its engine would gather for another."""
