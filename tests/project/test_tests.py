@@ -86,6 +86,7 @@ BY_WHAT_IS_CAPTURED = {
     "passes/emit/kept_values/fates": "passes/emit/kept_values/test_split",
     "passes/emit/kept_values/recomputed": "passes/emit/kept_values/test_recompute",
     "passes/lower/localize": "passes/lower/test_lower",
+    "tools/estimation/counts/kept": "tools/estimation/counts/test_counts_budget",
     "passes/program/canonicalized": "test_compiler",
     "passes/program/emitted": "test_compiler",
     "passes/program/loss_only": "passes/pipeline/test_loss_totals",

@@ -15,8 +15,8 @@ from autotp.costs.links import RankGroup, collective_seconds, send_seconds
 from autotp.diagnostics.report import plan_of_choice
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import partition
-from autotp.tools.estimation.budget import Budgets, StageChoice, stage_choices
 from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
+from autotp.tools.estimation.counts.budget import Budgets, StageChoice, stage_choices
 from autotp.tools.estimation.counts.kernels import fused
 from autotp.tools.estimation.counts.pieces import Lowered, Parameter, Recorded, recorded, whole_flops
 from autotp.tools.estimation.counts.scale import scaled, scaled_reads

@@ -21,7 +21,7 @@ from autotp.costs.work import without_processes
 from autotp.passes.emit.memory.block_table import BlockTable
 from autotp.passes.emit.memory.budget import Budget, MemoryChoice, budget_of
 from autotp.passes.emit.memory.graph_table import BlockCallRow, GraphTable
-from autotp.tools.estimation.counts.pieces import Lowered, ModelPiece, Recorded, groups_of, returning_shared
+from autotp.tools.estimation.counts.pieces import Lowered, ModelPiece, Recorded, piece_groups, returning_shared
 from autotp.tools.estimation.counts.record import FUSED, META, even_groups, is_padded
 
 
@@ -45,7 +45,7 @@ def _budget(model: Lowered, i: int, on_gpu: bool) -> Budget:
 
     On fake tensors of a CPU operators are those that run there; on `meta` others stand for those of a GPU.
     """
-    divided, groups = model.divided, groups_of(model, i)
+    divided, groups = model.divided, piece_groups(model, i)
     if (i, on_gpu) not in divided.budgets:
         device = META if on_gpu else torch.device("cpu")
         training = replace(model.training, memory="100%")

@@ -434,7 +434,7 @@ def _run(
     i: int, divided: Divided, model: Lowered, read: Sequence[tuple[fx.Node, Value, Reads]], on_gpu: bool,
     early_stop: bool,
 ) -> Record:  # fmt: skip
-    stage, groups = divided.stages[i], groups_of(model, i, divided)
+    stage, groups = divided.stages[i], piece_groups(model, i, divided)
     # One module for GPUs, one for CPUs: `record` exchanges operators in the module itself.
     if (i, on_gpu) not in divided.modules:
         module = emitted_operators(
@@ -451,7 +451,7 @@ def _run(
         ) from error
 
 
-def groups_of(model: Lowered, i: int, divided: Divided | None = None) -> dict[str, int]:
+def piece_groups(model: Lowered, i: int, divided: Divided | None = None) -> dict[str, int]:
     """Returns the mesh axes over which a piece communicates, with their sizes: `tp`, or `tp/4` for 4 neighbours."""
     graph, sizes = (divided or model.divided).stages[i].graph, {"tp": model.program.tp, "cp": model.training.cp}
     axes = {str(node.args[1]) for node in graph.nodes if node.target in COMMUNICATING}

@@ -179,7 +179,7 @@ def test_a_pipeline_keeps_several_microbatches() -> None:
 @pytest.mark.timeout(300)
 def test_the_table_of_cards_of_24_gb_is_as_the_page_says() -> None:
     """Its row of full training in bfloat16, which needs a budget."""
-    text = (Path(__file__).parents[3] / "docs" / "memory.md").read_text()
+    text = (Path(__file__).parents[4] / "docs" / "memory.md").read_text()
     ways = tuple(f"| {way} |" for way, _ in cards_of_24gb.ROWS)
     lines = [line for line in text.splitlines() if line.startswith(ways)]
     assert len(lines) == len(ways) and lines[2] == cards_of_24gb.row(*cards_of_24gb.ROWS[2])

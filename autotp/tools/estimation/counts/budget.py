@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from autotp.costs.hardware import Hardware
 from autotp.passes.emit.memory.budget import Allowance, MemoryChoice, budget_within, choice_under, too_small
@@ -14,6 +14,7 @@ from autotp.tools.estimation.counts.kept import dropped_by_piece, piece_table, s
 from autotp.tools.estimation.counts.pieces import Lowered, Recorded
 from autotp.tools.estimation.layout import StepLayout
 from autotp.tools.estimation.replicas import itemsize_of
+from autotp.training.pipeline.schedules import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +84,9 @@ class Budgets:
         return int(total) + sum(buffers.values())
 
 
-class Stages(Protocol):
-    """What of a schedule a budget asks for."""
-
-    def flight(self, stage: int, stages: int, microbatches: int) -> int:
-        """Returns the number of microbatches whose values a stage keeps."""
-
-
 def stage_choices(
     budgets: Budgets, recorded: Recorded, layout: StepLayout, runs: Sequence[Sequence[int]], homes: Sequence[int],
-    engine: Stages,
+    engine: Engine,
 ) -> list[StageChoice]:  # fmt: skip
     """Returns what a budget does in each stage.
 
