@@ -4,8 +4,8 @@
     After:  l = div(cross_entropy_loss(x, t, reduction=sum), total_0)       counts(t) = sum(ne(t, -100))
 
 With the totals of the whole batch, the losses of its parts (microbatches, replicas) sum to its loss, and their
-gradients to its gradients, even if the parts have different numbers of tokens. What a loss computes from sums in another
-way is left out, and the graph returns these sums, too: `batch_sums.py`.
+gradients to its gradients, even if the parts have different numbers of tokens. What a loss computes from sums in
+another way is left out, and the graph returns these sums, too: `batch_sums.py`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ def loss_totals(
             builder.env[node] = builder.call(aten.full.default, [], 0, dtype=node.meta["val"].dtype)
         elif node.op != "output":
             _copy(builder, node)
-    ordered = [total_of[term] for term in divided]  # As their placeholders; the graph may compute them in another order.
+    ordered = [
+        total_of[term] for term in divided
+    ]  # As their placeholders; the graph may compute them in another order.
     functions = [node for node, kind in terms.items() if kind == "function"]
     read = read_sums(functions, sums, divided) if functions else []
     parts = {node: _parts_of(builder, node, first, node in divided) for node in read}

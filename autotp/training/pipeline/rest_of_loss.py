@@ -26,11 +26,13 @@ class RestOfLoss:
         value: what the whole batch adds to its loss; None before the sums of all parts are known.
     """
 
-    def __init__(self, functions: fx.Graph, device: torch.device, replicas: dist.ProcessGroup | None, parts: int) -> None:
+    def __init__(
+        self, functions: fx.Graph, device: torch.device, replicas: dist.ProcessGroup | None, parts: int
+    ) -> None:
         """Args:
-            functions: as in `Totals`.
-            replicas: the process group of the replicas; None if their sums are among the parts.
-            parts: the number of parts that give sums here before backward; 1 if a part may do so in its own forward.
+        functions: as in `Totals`.
+        replicas: the process group of the replicas; None if their sums are among the parts.
+        parts: the number of parts that give sums here before backward; 1 if a part may do so in its own forward.
         """
         self._functions = fx.GraphModule(nn.Module(), bind(functions, device, {}))
         self._replicas, self._parts = replicas, parts
