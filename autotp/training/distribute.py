@@ -69,9 +69,9 @@ def distribute(
         interleave: the number of stages of each rank under "interleaved": the bubble is so many times smaller
             (Narayanan et al. 2021, section 2.2), and stages send so many times as much.
         example_inputs: as for `parallelize`; tensors are those of one microbatch, [batch/dp/microbatches ...].
-        balance: over which rows a loss takes the means that it multiplies, as a balancing loss of experts does. "batch":
-            over the whole batch, as one device does; with microbatches or stages, forward runs once more before each
-            step. "microbatch": over each microbatch of each replica, and the loss is the mean of theirs.
+        balance: the rows over which a loss takes the means that it multiplies, as a balancing loss of experts does.
+            "batch": over the whole batch, as one device does; with microbatches or stages, forward runs once more
+            before each step. "microbatch": over each microbatch of each replica, and the loss is the mean of theirs.
         options: as for `parallelize`. Replicas, stages and microbatches
             draw masks of their own, so that "exact" draws those of one device only where `tp` alone is larger than 1.
         zero: the stage of ZeRO (Rajbhandari et al. 2020), which says of which tensors a replica keeps only a part.

@@ -1,16 +1,16 @@
 """batch_sums: finds what a loss computes from sums over the batch, and writes it as a graph of those sums alone.
 
-    Before: p = sum(softmax(x), [0]); c = bincount(choice); l = add(mean(e), sum(mul(c, p)))
-    After:  l = add(mean(e), 0); returns l, c, p                         beside it: sum(mul(c, p)) of the batch's c and p
+Before: p = sum(softmax(x), [0]); c = bincount(choice); l = add(mean(e), sum(mul(c, p)))
+After:  l = add(mean(e), 0), c and p of a part; beside it sum(mul(c, p)), of the c and p of the whole batch
 
 NOTE [Functions of sums]
-`f(s)` of a sum over the batch `s` is no sum over parts: a balancing loss is a product of two means. Its gradient is one,
-because of the chain rule: with `g = f'(s)` of the whole batch's `s`, each part adds `g * ds_part`. So a part returns its
+`f(s)` of a sum over the batch `s` is no sum over parts: a balancing loss is a product of two means. Its gradient is
+one, by the chain rule: with `g = f'(s)` of the whole batch's `s`, each part adds `g * ds_part`. So a part returns its
 sums beside its loss, `f` is computed once from the totals, and backward of a part starts from `g` at its sums.
 
 NOTE [Names of sums]
-Where rows end is seen by the symbol of their number. A graph of one row has none: there the sums have the names (operator,
-source line, how many of these came before) that they had in the graph of a batch of two.
+Where rows end is seen by the symbol of their number. A graph of one row has none: there the sums have the names that
+they had in the graph of a batch of two (operator, source line, how many of these came before).
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def between(nodes: Collection[fx.Node], ends: Collection[fx.Node]) -> set[fx.Nod
 
 def _adds_sums(node: fx.Node, whole: Collection[fx.Node]) -> bool:
     """True for a sum of sums, or a cast of one that loses nothing."""
-    x, *rest = node.args
+    x = node.args[0]
     if node.target is aten.add.Tensor and not node.kwargs:
         return all(operand in whole or is_zero(operand) for operand in node.args)
     if node.target is aten.to.dtype and x in whole:
@@ -234,7 +234,8 @@ def is_zero(value: Any) -> bool:
     """True for the number 0, and for a tensor that is made of zeros."""
     if not isinstance(value, fx.Node):
         return type(value) in (int, float) and value == 0
-    return value.target in ZEROS or (value.target is aten.full.default and value.args[1] == 0)
+    full = value.target is aten.full.default and type(value.args[1]) in (int, float)
+    return value.target in ZEROS or (full and bool(value.args[1] == 0))
 
 
 def function_of_sums(

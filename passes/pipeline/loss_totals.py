@@ -4,8 +4,8 @@
     After:  l = div(cross_entropy_loss(x, t, reduction=sum), total_0)       counts(t) = sum(ne(t, -100))
 
 With the totals of the whole batch, the losses of its parts (microbatches, replicas) sum to its loss, and their
-gradients to its gradients, even if the parts have different numbers of tokens. What a loss computes from sums in another
-way is left out, and the graph returns these sums, too: `batch_sums.py`.
+gradients to its gradients, even if the parts have different numbers of tokens. What a loss computes from sums in
+another way is left out, and the graph returns these sums, too: `batch_sums.py`.
 """
 
 from __future__ import annotations

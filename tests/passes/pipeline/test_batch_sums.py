@@ -121,7 +121,9 @@ def run(graph: fx.Graph, values: dict[str, Tensor]) -> Any:
 
 def loss_of_parts(captured: Any, totals: Totals, x: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
     """Returns the loss, and the gradient with respect to x, as parts of a batch add them up."""
-    parts = [dict(zip(captured.inputs, part, strict=True)) for part in zip(x.split(sizes), MASK.split(sizes), strict=True)]
+    parts = [
+        dict(zip(captured.inputs, part, strict=True)) for part in zip(x.split(sizes), MASK.split(sizes), strict=True)
+    ]
     counts = [sum(count) for count in zip(*(run(totals.counts, part) for part in parts), strict=True)]
     known = {f"{TOTAL}_{i}": count.double() for i, count in enumerate(counts)}
     results = [run(totals.graph, part | known) for part in parts]

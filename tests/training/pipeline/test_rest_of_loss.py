@@ -1,7 +1,7 @@
 """rest_of_loss: a balancing loss is that of one device with the whole batch, in all layouts, in float64.
 
-Published mistakes: an auxiliary loss that depends on tensor or context parallelism, on replicas, on the size of a batch or
-on accumulation (Megatron-LM#5047, #3768, #5798, Automodel#3359), that is counted again where backward computes again
+Published mistakes: an auxiliary loss that depends on tensor or context parallelism, on replicas, on the size of a batch
+or on accumulation (Megatron-LM#5047, #3768, #5798, Automodel#3359), that is counted again where backward computes again
 (Automodel#3140, #3247), and an evaluation that changes training (torchtitan#4148).
 """
 
@@ -120,7 +120,9 @@ def transformer(family: str) -> nn.Module:
     name, sizes = FAMILIES[family]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **sizes})
-    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")._from_config(config, experts_implementation="batched_mm")
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")._from_config(
+        config, experts_implementation="batched_mm"
+    )
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model.double().train()
