@@ -178,7 +178,9 @@ def traffic(graph: fx.Graph, analysis: CapturedProgram) -> Traffic:
                 # `tp/4` is a group of neighbours along `tp`.
                 own_axis = str(node.args[1]).partition("/")[0]
                 of_parameters = all(_placeholder(n) in learnt for n in read)
-                is_gather = bool({*node.args[2:]} & {*JOINED})  # Of each rank's part: they are reduced where they arrive.
+                is_gather = bool(
+                    {*node.args[2:]} & {*JOINED}
+                )  # Of each rank's part: they are reduced where they arrive.
                 collective = "all-gather" if is_gather and not side else table[name]
                 sends.append(StepCollective(collective, layer_of(node), size, back, of_parameters, own_axis))
     return Traffic((*sends, *again), analysis.captured.example)

@@ -82,10 +82,7 @@ def _mean_loss(op: Any, builder: Builder, args: dict[str, Any]) -> fx.Node:
     widened["reduction"] = SUM if of_classes else NONE
     by_name = {argument.name: widened.pop(argument.name) for argument in op._schema.arguments if argument.kwarg_only}
     loss = builder.call(op, *widened.values(), **by_name)
-    if of_classes:
-        mean = mean_of_sum(builder, loss, args, wide)
-    else:
-        mean = _mean(builder, {"self": loss, "dtype": None})
+    mean = mean_of_sum(builder, loss, args, wide) if of_classes else _mean(builder, {"self": loss, "dtype": None})
     return builder.cast(mean, dtype)
 
 

@@ -54,10 +54,16 @@ class Head(NamedTuple):
         """Returns the head without a gradient, and with one dimension of rows."""
         weight, x, bias, low_weight, low_x = (None if y is None else y.detach() for y in self[:5])
         return Head(
-            weight, rows_of(x), bias, low_weight, None if low_x is None else rows_of(low_x), self.scale, self.cap  # type: ignore[arg-type]
+            weight,
+            rows_of(x),
+            bias,
+            low_weight,
+            None if low_x is None else rows_of(low_x),
+            self.scale,
+            self.cap,  # type: ignore[arg-type]
         )
 
-    def logits(self, part: slice = slice(None), block: slice = slice(None)) -> Tensor:  # noqa: B008
+    def logits(self, part: slice = slice(None), block: slice = slice(None)) -> Tensor:
         """Returns the logits of some rows and classes in new memory, in at least float32: [rows v]"""
         z = F.linear(self.x[part], self.weight[block], None if self.bias is None else self.bias[block])
         if self.low_weight is not None and self.low_x is not None:
@@ -191,7 +197,11 @@ class Sums:
         return [None if y is None else torch.zeros_like(y[block], dtype=dtype) for y in self.of_weights]
 
     def add(
-        self, g: Tensor, part: slice, block: slice = slice(None), of_block: Sequence[Tensor | None] | None = None  # noqa: B008
+        self,
+        g: Tensor,
+        part: slice,
+        block: slice = slice(None),
+        of_block: Sequence[Tensor | None] | None = None,
     ) -> None:
         """Adds what follows from the gradient of a tile's products. g: [rows v]; of_block: `of_weights` if None"""
         of_weights = self.of_weights if of_block is None else of_block

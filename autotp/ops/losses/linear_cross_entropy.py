@@ -77,8 +77,8 @@ def linear_class_terms(
     The logits are those of this rank's classes. So `reduce` with a reducer of `JOINED` has the terms of all classes:
     another rank's term of the class's logit is minus infinity. They are in at least float32.
 
-    With parts there is their sum, too, of which entropies and divergences are made: `NOTE [A sum beside the terms]`. The
-    last one is the first of another head.
+    With parts there is their sum, too, of which entropies and divergences are made: `NOTE [A sum beside the
+    terms]`. The last one is the first of another head.
 
     Args:
         weight: [v hidden] of the classes `start` to `start + v`.
@@ -135,7 +135,8 @@ def linear_loss_sum(
 
     Args:
         weight ... other_low_x: as of `linear_class_terms`, without `start` and `size`.
-        of_sum, of_class: [*] how much of each term counts. Only `of_sum` has a gradient. A row with 0 in both is not read.
+        of_sum, of_class: [*] how much of each term counts. Only `of_sum` has a gradient. A row with 0 in
+            both is not read.
         of_total, of_other: [*] the sum has these times the sum of `d` over classes, and times `terms[3]`, too.
     """
     other = None
@@ -145,7 +146,11 @@ def linear_loss_sum(
     counts = RowGrads(of_sum, -of_class, of_total, of_other)
     if not _has_numbers(weight, x):
         return _sum_of_terms(terms_at_once(mix, classes, 0, weight.shape[0]), counts)
-    if adds_in_float32(weight, classes.numel()) or of_sum.requires_grad or (shares is not None and shares.requires_grad):
+    if (
+        adds_in_float32(weight, classes.numel())
+        or of_sum.requires_grad
+        or (shares is not None and shares.requires_grad)
+    ):
         terms = _LinearClassTerms.apply(*mix.operands, classes, 0, len(weight), mix.numbers)
         return _sum_of_terms(terms, counts)
     total: Tensor = _LinearLossSum.apply(
@@ -198,9 +203,7 @@ class _LinearClassTerms(torch.autograd.Function):
         given, index, needed = Mix.of(operands, numbers), classes.reshape(-1), ctx.needs_input_grad[:11]
         mix = given.of_rows()
         weight, rows = mix.own.weight, mix.own.x
-        terms = rows.new_empty(
-            (mix.number_of_terms, len(index)), dtype=torch.promote_types(rows.dtype, torch.float32)
-        )
+        terms = rows.new_empty((mix.number_of_terms, len(index)), dtype=torch.promote_types(rows.dtype, torch.float32))
         is_plain_head = mix.is_empty and not mix.own.cap  # The slope of tanh needs logits.
         means = rows.new_empty(rows.shape) if is_plain_head and [i for i in range(11) if needed[i]] == [1] else None
         in_one_chunk = is_plain_head and means is None and any(needed) and len(rows) * len(weight) <= chunks.CHUNK

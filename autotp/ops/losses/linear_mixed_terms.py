@@ -1,9 +1,9 @@
 """The terms of a loss, an entropy or a divergence, and their gradients, of some rows and classes of one head or two.
 
 NOTE [A sum beside the terms]
-Entropy and KL divergence need the mean over classes of `d`, a sum of logits, with probabilities `softmax(z)`. A loss with
-probabilities as its target needs the sum of logits times given shares. A rank that has a part of the classes gives the
-mean with the probabilities over its own classes, or the sum of its own; `joined_terms` makes that of all classes.
+Entropy and KL divergence need the mean over classes of `d`, a sum of logits, with probabilities `softmax(z)`. A loss
+with probabilities as its target needs the sum of logits times given shares. A rank that has a part of the classes
+gives the mean with the probabilities over its own classes, or the sum of its own. `joined_terms` makes that of all.
 """
 
 from __future__ import annotations

@@ -250,7 +250,9 @@ def _loss(terms: Terms, node: fx.Node, logits: Logits, may_sum: bool) -> fx.Node
     if classes_read is None:
         assert every is not None
         total_loss = every if args["reduction"] == NONE else call(aten.sum.default, every)
-        total_loss = mean_of_sum(builder, total_loss, args, dtype_of_sums(dtype)) if args["reduction"] == MEAN else total_loss
+        total_loss = (
+            mean_of_sum(builder, total_loss, args, dtype_of_sums(dtype)) if args["reduction"] == MEAN else total_loss
+        )
     else:
         classes, ignored = terms.labels(classes_read)
         assert ignored is not None
@@ -277,7 +279,10 @@ def _summed(terms: Terms, node: fx.Node, logits: Logits) -> fx.Node:
         counted = counted_rows(builder, ignored, own_weight(builder, args["weight"], classes), dtype)  # type: ignore[arg-type]
         of_sum = of_class = counted
         if of_all is not None:
-            of_class, of_total = terms.times(counted, 1 - args["label_smoothing"]), counted_rows(builder, ignored, None, dtype)  # type: ignore[arg-type]
+            of_class, of_total = (
+                terms.times(counted, 1 - args["label_smoothing"]),
+                counted_rows(builder, ignored, None, dtype),
+            )  # type: ignore[arg-type]
             of_sum = call(aten.add.Tensor, of_class, call(aten.mul.Tensor, of_total, of_all))
     arguments = terms.mixed(logits, operands, mean)
     arguments = without_defaults(arguments) if of_total is None else [*arguments, of_total]

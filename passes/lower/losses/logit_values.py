@@ -227,6 +227,9 @@ def _same(node: fx.Node, value: Value) -> Value | None:
     """Returns what an operator makes that changes the dtype, or where an element stands."""
     if isinstance(value, Affine):
         return _moved(node, value) or _viewed(node, value)
+    if isinstance(value, Exp):
+        exponent = _viewed(node, value.of)
+        return None if exponent is None else Exp(exponent)
     return value if has(node.target, Trait.SAME) and not has(node.target, Trait.NO_GRADIENT) else None
 
 
@@ -360,8 +363,8 @@ def _scale(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
     x, y = (values.get(n) if isinstance(n, fx.Node) else None for n in (a, b))
     if isinstance(b, int | float) and x is not None and b != 0:
         return None if isinstance(x, Exp) else x.times(float(b))
-    if isinstance(x, Exp) or y is not None:
-        a, b, x, y = (a, b, x, y) if isinstance(x, Exp) or x is None else (b, a, y, x)
+    if isinstance(x, Affine) and not isinstance(y, Affine):
+        a, b, x, y = b, a, y, x
     if isinstance(y, Affine) and not y.is_moved and x is None and _is_of_classes(a, b):
         return WeightedValue(Shares(a), y)  # type: ignore[arg-type]
     if not _one_shape(a, b):

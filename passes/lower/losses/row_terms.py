@@ -171,7 +171,10 @@ class Terms:
         weight, x = self._product(logits.linear, logits, 1.0)
         bias = None if logits.bias is None else self.builder.env[logits.bias]
         added = [self._product(linear, logits, number) for linear, number in logits.added]
-        low = [each[0] if len(each) == 1 else self.call(aten.cat.default, list(each), -1) for each in zip(*added)]
+        low = [
+            each[0] if len(each) == 1 else self.call(aten.cat.default, list(each), -1)
+            for each in zip(*added, strict=True)
+        ]
         own = [weight, x, bias, *(low or (None, None))]
         if logits.detached:
             own = [None if operand is None else self.call(aten.detach.default, operand) for operand in own]
@@ -373,7 +376,9 @@ def read_rows(terms: Terms, node: fx.Node, reader: RowReader) -> fx.Node:
 def without_defaults(arguments: list[Any]) -> list[Any]:
     """Returns the arguments of `linear_class_terms` from `scale` on, up to the last one that is no default."""
     defaults = [1.0, 0.0, None, 0.0, 0.0, None, None, 1.0, 0.0, *[None] * 6]
-    number = max((i + 1 for i, (x, y) in enumerate(zip(arguments, defaults, strict=False)) if x is not y and x != y), default=0)
+    number = max(
+        (i + 1 for i, (x, y) in enumerate(zip(arguments, defaults, strict=False)) if x is not y and x != y), default=0
+    )
     return arguments[: max(number, 3)]
 
 

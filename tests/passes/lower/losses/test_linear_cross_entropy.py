@@ -105,6 +105,14 @@ def test_it_is_one_operator_and_equal_to_one_device(name: str, tp: int) -> None:
     assert report.ok and report.computed and report.worst.error < 1e-10, str(report)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if "soft" in name])
+def test_probabilities_as_target_without_chunks(name: str) -> None:
+    """A cut vocabulary that is too small for chunks: the loss is written in parts."""
+    model, without = CASES[name]().double(), ("linear_cross_entropy",)
+    report = autotp.verify(model, tp=2, example_inputs=(WORD_ROWS, LABELS), without=without)
+    assert report.ok and report.computed and report.worst.error < 1e-10, str(report)
+
+
 def test_ranks_exchange_the_terms_of_all_rows_once() -> None:
     analysis = analyse(skeleton_of(Words().double()), (WORD_ROWS, LABELS), {}, 2)
     graph = rank_graph(analysis, 0, "fast")
@@ -145,7 +153,7 @@ def test_few_classes_stay() -> None:
 
 @checks.on(2, 4)
 def steps_are_those_of_one_device(rank: int, n: int) -> None:
-    for name in ("tied", "weighted", "shifted"):
+    for name in ("tied", "weighted", "shifted", "soft-capped", "soft-trained", "smooth-capped"):
         beside_one_device(n, CASES[name]().double())
 
 
