@@ -19,7 +19,7 @@ from autotp.ops import collectives, custom_vjp
 from autotp.ops.async_linear import async_linear, products
 from autotp.ops.attention.documents import keys_seen, known_documents
 from autotp.ops.coalesced import together
-from autotp.ops.collectives import log_sum_exp
+from autotp.ops.collectives import joined_terms
 from autotp.ops.custom_vjp import Vjp
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
@@ -29,6 +29,7 @@ from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
 from autotp.sharding.partition import chunk_sizes
+from autotp.sharding.placement import JOINED
 from autotp.sharding.strides import laid_out, order_of_dimensions
 
 Ranks = tuple[Tensor, ...]
@@ -224,10 +225,10 @@ def conjugate(name: str) -> Callable[..., Ranks]:
         if name == "reduce" and rest[:1] == ("max",):
             maximum = torch.stack([x.detach() for x in xs]).amax(0)
             return tuple(maximum.clone() for _ in xs)
-        if name == "reduce" and rest[:1] == ("logsumexp",):
+        if name == "reduce" and rest and rest[0] in JOINED:
             # A rank's gradient reaches its own part only.
             parts = [[x if r == rank else x.detach() for r, x in enumerate(xs)] for rank in range(len(xs))]
-            return tuple(log_sum_exp(torch.stack(row)) for row in parts)
+            return tuple(joined_terms(torch.stack(row), rest[0]) for row in parts)
         if name in ("copy", "reduce"):
             return _Conjugate.apply(name, (), *xs)
         moved = _Conjugate.apply(name, (rest[0] % xs[0].dim(), *rest[1:]), *xs)

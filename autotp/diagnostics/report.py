@@ -39,7 +39,7 @@ from autotp.rules.traits import has
 from autotp.sharding.axis import find
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_size
-from autotp.sharding.placement import Partial, Shard
+from autotp.sharding.placement import JOINED, Partial, Shard
 from autotp.source_location import block_in, layer_of, line_of
 
 FORWARD = {
@@ -179,7 +179,9 @@ def traffic(graph: fx.Graph, analysis: CapturedProgram) -> Traffic:
                 # `tp/4` is a group of neighbours along `tp`.
                 own_axis = str(node.args[1]).partition("/")[0]
                 of_parameters = all(_placeholder(n) in learnt for n in read)
-                is_gather = node.args[2:] == ("logsumexp",)  # Of each rank's part: they are reduced where they arrive.
+                is_gather = bool(
+                    {*node.args[2:]} & {*JOINED}
+                )  # Of each rank's part: they are reduced where they arrive.
                 collective = "all-gather" if is_gather and not side else table[name]
                 sends.append(StepCollective(collective, layer_of(node), size, back, of_parameters, own_axis))
     return Traffic((*sends, *again), analysis.captured.example)

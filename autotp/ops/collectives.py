@@ -32,6 +32,7 @@ from autotp.ops.attention.documents import keys_seen, read_documents
 from autotp.ops.eager_mode import apply_plain, is_bare, is_kept, is_observed, is_plain
 from autotp.ops.placement_moves import chosen, replaced
 from autotp.sharding.partition import chunk_bounds, chunk_length, chunk_sizes
+from autotp.sharding.placement import JOINED
 from autotp.sharding.strides import inverse, laid_out, order_of_dimensions
 
 # No backend supports these dtypes; they are sent as bytes.
@@ -50,20 +51,25 @@ def reduce(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) -
     """Partial -> Replicate: returns the sum of the ranks' `x`; backward is the identity. op="max": no gradient.
 
     With `fresh` the sum overwrites `x`, which no other operator reads (`passes/emit/in_place.py`).
-    op="logsumexp": the logarithm of the sum of exponentials; backward multiplies by a rank's part of this sum.
+    op="logsumexp" and the others of `JOINED`: see `joined_terms`; their backward is that of this function.
     """
     if op == "max":
         return _convert("max", x.detach(), group)
-    if op == "logsumexp":
+    if op in JOINED:
         ranks = 1 if group is None else seat(group)[1]
-        return x if ranks == 1 else log_sum_exp(gather(x.unsqueeze(0), group, 0, ranks))
+        return x if ranks == 1 else joined_terms(gather(x.unsqueeze(0), group, 0, ranks), op)
     return _convert("reduce", x, group, fresh=fresh)
 
 
-def log_sum_exp(parts: Tensor) -> Tensor:
-    """Returns the logarithm of the sum of exponentials of the ranks' parts. parts: [ranks ...] -> [...]"""
+def joined_terms(parts: Tensor, op: str = "logsumexp") -> Tensor:
+    """Returns what the ranks' parts make of the whole: see `Reducer`. parts: [ranks terms ...] -> [terms ...]"""
     # The gradient of a part of minus infinity is 0, also where all parts are so: torch's would be NaN.
-    return parts.masked_fill(parts.isneginf(), -torch.inf).logsumexp(0)
+    fixed = parts.masked_fill(parts.isneginf(), -torch.inf)
+    if op == "logsumexp":
+        return fixed.logsumexp(0)
+    lse, *others = (fixed[:, i].logsumexp(0) for i in range(parts.shape[1]) if i != 2)
+    counts = (fixed[:, 0] - lse).exp() if op == "logsumexp_mean" else torch.ones_like(fixed[:, 0])
+    return torch.stack([lse, others[0], (counts * parts[:, 2]).sum(0), *others[1:]])
 
 
 def scatter(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:

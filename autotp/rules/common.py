@@ -273,17 +273,16 @@ def elementwise_loss(call: Call) -> Rule:
     return Rule.of(spell(ins, [[] if call["reduction"] else max(ins, key=len)]))
 
 
-def class_loss(call: Call) -> Rule | None:
+def class_loss(call: Call) -> Rule:
     """Cross-entropy and negative log-likelihood over classes `c`, with a parallel form along the classes.
 
-    `input: [n c ...]` or `[c]`, `target: [n ...]` of class indices. There is no rule for probabilities as target.
+    `input: [n c ...]` or `[c]`, `target: [n ...]` of class indices, or probabilities, `[n c ...]`.
     """
     x, target, *weight = present(call)
-    if target.dtype.is_floating_point:
-        return None
     mark = "!" if call["reduction"] == MEAN else ""
     front, tail = [f"n{mark}"] * (x.dim() > 1), [f"d{i}{mark}" for i in range(x.dim() - 2)]
-    ins = [[*front, "c!", *tail], [*front, *tail], *[["c!"]] * len(weight)]
+    classes = ["c!"] if target.dtype.is_floating_point else []
+    ins = [[*front, "c!", *tail], [*front, *classes, *tail], *[["c!"]] * len(weight)]
     return Rule.of(spell(ins, [[] if call["reduction"] else [*front, *tail]]))
 
 
@@ -340,23 +339,31 @@ def parallel_class_terms(call: Call) -> Rule:
 
 
 def parallel_linear_class_terms(call: Call) -> Rule:
-    """`linear_class_terms(weight, x, classes, ..., bias, ...)`: terms of each row over classes, which may be cut."""
-    row = letters(call["classes"].dim())
+    """`linear_class_terms(weight, x, classes, ...)`: terms of each row over classes, which may be cut."""
+    row, has_sum = letters(call["classes"].dim()), call.get("own_part") or call.get("other_part")
+    reducer = "logsumexp" if not has_sum else "logsumexp_mean" if call.get("shares") is None else "logsumexp_sum"
+    return Rule.of(spell(_of_heads(call, row, "v!"), [["t^", *row]]), reducer=reducer)  # type: ignore[arg-type]
+
+
+def _of_heads(call: Call, row: list[str], v: str) -> list[list[str]]:
+    """Returns the terms of the tensors of one head or two. v: the letter of the classes"""
+    shares = call.get("shares")
     terms = {
-        "weight": ["v!", "i^"], "x": [*row, "i^"], "classes": row, "bias": ["v!"],
-        "other_weight": ["v!", "j^"], "other_x": [*row, "j^"], "other_bias": ["v!"],
+        "weight": [v, "i^"], "x": [*row, "i^"], "classes": row, "of_sum": row, "of_class": row, "bias": [v],
+        "other_weight": [v, "j^"], "other_x": [*row, "j^"], "other_bias": [v],
+        "shares": [*row, v] if shares is not None and shares.dim() > 1 else [v],
+        "low_weight": [v, "k^"], "low_x": [*row, "k^"],
+        "other_low_weight": [v, "l^"], "other_low_x": [*row, "l^"], "of_total": row, "of_other": row,
     }  # fmt: skip
-    present = [term for name, term in terms.items() if call.get(name) is not None]
-    return Rule.of(spell(present, [["t^", *row]]), reducer="logsumexp")
+    return [term for name, term in terms.items() if call.get(name) is not None]
 
 
 def parallel_linear_argmax(call: Call) -> Rule:
-    """`linear_argmax_key(weight, x, start, ..., bias)`: a maximum of each row over classes, which may be cut."""
-    row, bias = letters(call["x"].dim() - 1), [["v!"]] * (call["bias"] is not None)
-    return Rule.of(spell([["v!", "i^"], [*row, "i^"], *bias], [row]), reducer="max")
+    """`linear_argmax_key(weight, x, start, ...)`: a maximum of each row over classes, which may be cut."""
+    row = letters(call["x"].dim() - 1)
+    return Rule.of(spell(_of_heads(call, row, "v!"), [row]), reducer="max")
 
 
 def whole_linear_loss_sum(call: Call) -> Rule:
-    """`linear_loss_sum(weight, x, classes, of_sum, of_class, ..., bias)`: a sum over rows. It needs all classes."""
-    row, bias = letters(call["classes"].dim()), [["v^"]] * (call["bias"] is not None)
-    return Rule.of(spell([["v^", "i^"], [*row, "i^"], row, row, row, *bias], [[]]))
+    """`linear_loss_sum(weight, x, classes, of_sum, of_class, ...)`: a sum over rows. It needs all classes."""
+    return Rule.of(spell(_of_heads(call, letters(call["classes"].dim()), "v^"), [[]]))

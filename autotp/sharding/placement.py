@@ -19,8 +19,14 @@ from typing import Literal
 from autotp.sharding.axis import Axis
 from autotp.sharding.grid import cut_key, same_cut
 
-Reducer = Literal["sum", "max", "logsumexp"]
-"""How the ranks' values make the whole one. "logsumexp": the logarithm of the sum of their exponentials."""
+Reducer = Literal["sum", "max", "logsumexp", "logsumexp_mean", "logsumexp_sum"]
+"""How the ranks' values make the whole one. "logsumexp": the logarithm of the sum of their exponentials.
+
+"logsumexp_mean", "logsumexp_sum": so are all rows of the first dimension but the third. This one is a mean over what
+the first one counts, or a sum.
+"""
+JOINED = "logsumexp", "logsumexp_mean", "logsumexp_sum"
+"""The reducers that read the values of all ranks at once."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ from autotp.sharding.axis import Axis, find, leaves, touches
 from autotp.sharding.grid import is_full, same_cut
 from autotp.sharding.layout import Layout, divided_as
 from autotp.sharding.partition import chunk_size
-from autotp.sharding.placement import Copied, Halo, Partial, Placement, Replicate, Shard
+from autotp.sharding.placement import JOINED, Copied, Halo, Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
 
@@ -341,7 +341,7 @@ class _Checking(Proof):
         """Types a conjugate: its operand has the placement of its row, and it moves the dimension that is cut."""
         (typed,), kinds = self.types[x], CONJUGATES[node.target]
         leaf = moved_leaf(typed, *self.erased(rest)) if Shard in kinds else None
-        reducers: Any = ([], ["sum"], ["max"], ["logsumexp"])
+        reducers: Any = ([], ["sum"], ["max"], *([name] for name in JOINED))
         allowed = {collectives.copy: ([],), collectives.reduce: reducers}.get(node.target, ())  # type: ignore[arg-type]
         if axis != self.to.axis or node.kwargs or (leaf is None and list(rest) not in allowed):
             self.refuse(node, "does not move along the axis that is cut", got=f"{called(node)} of {typed}")

@@ -36,7 +36,11 @@ SPLIT, SLICE = aten.split_with_sizes.default, aten.slice.Tensor
 SDPA = aten.scaled_dot_product_attention.default
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _ZIGZAG = ("query", "key", "value", "parts", "rank", "scale", "enable_gqa")
-_MIX = "own_part", "other_part", "other_weight", "other_x", "other_scale", "other_cap", "other_bias"
+_LOW = "low_weight", "low_x"
+_MIX = (
+    *("own_part", "other_part", "other_weight", "other_x", "other_scale", "other_cap", "other_bias", "shares"),
+    *(*_LOW, "other_low_weight", "other_low_x"),
+)
 FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
     lookup.embedding: (aten.embedding.default, ("weight", "indices", "start", "size", "padding_idx"), ""),
     lookup.gather: (aten.gather.default, ("self", "dim", "index", "start", "size"), ""),
@@ -47,7 +51,7 @@ FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
         "",
     ),
     argmax_key: (argmax_key, ("x", "dim", "start"), ""),
-    linear_argmax_key: (linear_argmax_key, ("weight", "x", "start", "scale", "cap", "bias"), ""),
+    linear_argmax_key: (linear_argmax_key, ("weight", "x", "start", "scale", "cap", "bias", *_LOW), ""),
     causal_rows: (SDPA, ("query", "key", "value", "start", "scale", "enable_gqa"), ""),
     zigzag_rows: (zigzag_rows, (*_ZIGZAG, "dropout_p"), ""),
     dropout.fast_causal_rows: (SDPA, ("query", "key", "value", "start", "scale", "enable_gqa", "dropout_p"), "fast"),

@@ -20,7 +20,7 @@ from autotp.ops.losses.argmax import argmax_key
 from autotp.ops.losses.cross_entropy import peak
 from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
 from autotp.passes.lower.losses.row_terms import place_in_graph
-from autotp.passes.lower.losses.vocab_parallel_loss import MEAN, SUM, count, cross_entropy, nll
+from autotp.passes.lower.losses.vocab_parallel_loss import MEAN, SUM, cross_entropy, mean_of_sum, nll
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, Factor, visit
 from autotp.rules.call import arguments_of
@@ -82,10 +82,7 @@ def _mean_loss(op: Any, builder: Builder, args: dict[str, Any]) -> fx.Node:
     widened["reduction"] = SUM if of_classes else NONE
     by_name = {argument.name: widened.pop(argument.name) for argument in op._schema.arguments if argument.kwarg_only}
     loss = builder.call(op, *widened.values(), **by_name)
-    if of_classes:
-        mean = builder.call(aten.div.Tensor, loss, count(builder, args, wide))
-    else:
-        mean = _mean(builder, {"self": loss, "dtype": None})
+    mean = mean_of_sum(builder, loss, args, wide) if of_classes else _mean(builder, {"self": loss, "dtype": None})
     return builder.cast(mean, dtype)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autotp.errors import Error
+from autotp.ops.collectives import joined_terms
 from autotp.passes.builder import Builder
 from autotp.passes.lower.local_sizes import Local, Target
 from autotp.passes.lower.localize import FORMS, localize
@@ -228,8 +229,8 @@ class _Trial:
                 total = parts.sum(0, dtype=want.dtype)
             case "max":
                 total = parts.amax(0)
-            case _:
-                total = parts.logsumexp(0)
+            case reducer:
+                total = joined_terms(parts, reducer)
         return tensor_difference(want, total, values, parts)
 
     def _linear(self, group: list[int]) -> str:

@@ -37,6 +37,7 @@ from autotp.ops.losses.linear_cross_entropy import linear_class_terms
 from autotp.passes.program.program import Program
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_length
+from autotp.sharding.placement import JOINED
 
 aten = torch.ops.aten
 Types = dict[Any, Any]
@@ -259,9 +260,9 @@ def _reduce(self: _Judge, x: Tensor, axis: str, op: str = "sum") -> Tensor:
     if op == "sum":
         return self.moved(rules.all_reduce, x, _same(x), self.mesh.axes[axis], P, I)
     for one in self.mesh.axes[axis]:  # It knows no other reduction: the parts of all ranks, and what is made of them.
-        parts = _plain(lambda: torch.stack([x if op == "logsumexp" else x.detach()]))  # noqa: B023
+        parts = _plain(lambda: torch.stack([x if op in JOINED else x.detach()]))  # noqa: B023
         whole = self.moved(rules.all_gather, x, parts, [one], V, I)
-        x = whole.logsumexp(0) if op == "logsumexp" else whole.amax(0)
+        x = collectives.joined_terms(whole, op) if op in JOINED else whole.amax(0)
     return x
 
 
@@ -352,14 +353,18 @@ def _class_terms(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, 
 def _linear_class_terms(
     self: _Judge, weight: Tensor, x: Tensor, classes: Tensor, start: int, size: int, scale: float, cap: float,
     bias: Tensor | None, own_part: float = 0.0, other_part: float = 0.0, other_weight: Any = None, other_x: Any = None,
-    other_scale: float = 1.0, other_cap: float = 0.0, other_bias: Tensor | None = None,
+    other_scale: float = 1.0, other_cap: float = 0.0, other_bias: Tensor | None = None, shares: Any = None,
+    *low: Any,
 ) -> Tensor:  # fmt: skip
     """Returns terms of the classes of a rank: V. Scale and cap change no type."""
+    low = (*low, *[None] * 4)
     z = _linear(self, x, weight, bias)
+    z = z if low[0] is None else z + _linear(self, low[1], low[0], None)
     terms = [z.logsumexp(-1), lookup.gather(z, -1, classes[..., None], start, size)[..., 0]]
     if own_part or other_part:
         others = [] if other_weight is None else [_linear(self, other_x, other_weight, other_bias)]
-        terms += [sum(others, z).logsumexp(-1)] * 2 + [y.logsumexp(-1) for y in others]
+        sums = (sum(others, z) * (z.softmax(-1) if shares is None else shares)).sum(-1)
+        terms += [sums] + [y.logsumexp(-1) for y in others]
     return torch.stack(terms)
 
 

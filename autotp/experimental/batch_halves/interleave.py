@@ -29,6 +29,7 @@ from autotp.passes.builder import copied
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, has
+from autotp.sharding.placement import JOINED
 from autotp.source_location import block_of
 
 
@@ -141,7 +142,7 @@ def _overwritten(node: fx.Node) -> Iterator[fx.Node]:
 
 def _is_sum(node: fx.Node) -> bool:
     """True for a sum over ranks of one half, which can run while the other half computes."""
-    is_reduction = node.target is collectives.reduce and node.args[2:] != ("logsumexp",)
+    is_reduction = node.target is collectives.reduce and not {*node.args[2:]} & {*JOINED}
     return is_reduction and half_of(node) is not None
 
 

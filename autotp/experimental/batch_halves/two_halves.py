@@ -30,7 +30,7 @@ from torch import fx
 from autotp.errors import Error
 from autotp.experimental.batch_halves.causal_masks import causal_masks
 from autotp.experimental.batch_halves.halves import halves, joined
-from autotp.ops.collectives import all_gather, copy, gather, reduce, reduce_scatter, scatter
+from autotp.ops.collectives import all_gather, copy, gather, joined_terms, reduce, reduce_scatter, scatter
 from autotp.ops.placement_moves import apart, first
 from autotp.passes.builder import PART, Builder, fake_mode_of
 from autotp.passes.canonicalize.cse import argument_key
@@ -49,6 +49,7 @@ from autotp.passes.program.program import ProgramWithAxes
 from autotp.passes.program.sequences import can_be_divided
 from autotp.rules.traits import draws
 from autotp.sharding.axis import Axis, leaves
+from autotp.sharding.placement import JOINED
 from autotp.source_location import line_of
 
 aten = torch.ops.aten
@@ -218,7 +219,10 @@ def _gathered(merging: _Merging, pair: Pair) -> tuple[fx.Node, fx.Node]:
 def _summed(merging: _Merging, pair: Pair) -> fx.Node:
     a, b = merging.operands(pair)
     op = pair[0].args[2] if pair[0].target is reduce and len(pair[0].args) > 2 else "sum"
-    joins = {"max": aten.maximum.default, "logsumexp": aten.logaddexp.default}
+    if op in JOINED:
+        both = merging.call(pair[0].args[0], aten.stack.default, [a, b])  # type: ignore[arg-type]
+        return merging.call(pair[0].args[0], joined_terms, both, op)  # type: ignore[arg-type]
+    joins = {"max": aten.maximum.default}
     return merging.call(pair[0].args[0], joins.get(op, aten.add.Tensor), a, b)  # type: ignore[arg-type, call-overload]
 
 

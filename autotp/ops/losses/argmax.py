@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.ops.async_linear import rows_of
 from autotp.ops.eager_mode import is_plain
-from autotp.ops.losses.chunks import logits_of, row_chunks
+from autotp.ops.losses.chunks import Head, row_chunks
 
 PLACES = 2**32
 
@@ -36,24 +35,27 @@ def argmax_key(x: Tensor, dim: int, start: int) -> Tensor:
 
 
 def linear_argmax_key(
-    weight: Tensor, x: Tensor, start: int, scale: float = 1.0, cap: float = 0.0, bias: Tensor | None = None
+    weight: Tensor,
+    x: Tensor,
+    start: int,
+    scale: float = 1.0,
+    cap: float = 0.0,
+    bias: Tensor | None = None,
+    low_weight: Tensor | None = None,
+    low_x: Tensor | None = None,
 ) -> Tensor:
     """Returns `argmax_key` of the logits of each row, in chunks of rows.
 
     Args:
-        weight, x, start, scale, cap, bias: as of `linear_class_terms`; logits are in float32.
+        weight ... low_x: as of `linear_class_terms`; logits are in float32.
 
     Returns:
         [*], int64
     """
-    weight, x, bias = weight.detach(), x.detach(), None if bias is None else bias.detach()
-    rows = rows_of(x)
-    if not is_plain(x) or not isinstance(len(rows), int):
-        return argmax_key(logits_of(rows, weight, bias, scale, cap), 1, start).view(x.shape[:-1])
-    keys = [
-        argmax_key(logits_of(rows[part], weight, bias, scale, cap), 1, start)
-        for part in row_chunks(len(rows), len(weight))
-    ]
+    head = Head(weight, x, bias, low_weight, low_x, scale, cap).of_rows()
+    if not is_plain(x) or not isinstance(len(head.x), int):
+        return argmax_key(head.logits(), 1, start).view(x.shape[:-1])
+    keys = [argmax_key(head.logits(part), 1, start) for part in row_chunks(len(head.x), len(weight))]
     return torch.cat(keys).view(x.shape[:-1])
 
 

@@ -17,29 +17,34 @@ Source: Wijmans et al. 2025, Cut Your Losses in Large-Vocabulary Language Models
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autotp.ops.async_linear import rows_of
 from autotp.ops.eager_mode import is_kept, is_last_backward, is_plain
 from autotp.ops.lookup import local_index
 from autotp.ops.losses import chunks
 from autotp.ops.losses.chunks import (
-    at_class,
+    Head,
+    Sums,
     differentiable,
-    exponentiate,
-    grad_of_product,
-    logits_of,
     picked,
     row_chunks,
-    slope_of,
     sums_of_tiles,
     without_class,
 )
-from autotp.ops.losses.linear_mixed_terms import LinearMixedTerms, Mix, terms_at_once
+from autotp.ops.losses.linear_mixed_terms import (
+    Mix,
+    RowGrads,
+    Tile,
+    add_to_shares,
+    gradients,
+    read_rows,
+    terms_at_once,
+    tile_again,
+)
 
 MOST = 16
 """The chunks whose products are added in 16 bits, as the gradients of so many calls are."""
@@ -61,14 +66,19 @@ def linear_class_terms(
     other_scale: float = 1.0,
     other_cap: float = 0.0,
     other_bias: Tensor | None = None,
+    shares: Tensor | None = None,
+    low_weight: Tensor | None = None,
+    low_x: Tensor | None = None,
+    other_low_weight: Tensor | None = None,
+    other_low_x: Tensor | None = None,
 ) -> Tensor:
     """Returns the logarithm of the sum of exponentials of each row's logits, and the logit of its class.
 
-    The logits are those of this rank's classes. So `reduce(terms, group, "logsumexp")` has the terms of all classes:
+    The logits are those of this rank's classes. So `reduce` with a reducer of `JOINED` has the terms of all classes:
     another rank's term of the class's logit is minus infinity. They are in at least float32.
 
-    With parts there are two terms more, of which entropies and divergences are made: `NOTE [A mean in two terms]`. The
-    last one is the first of another head.
+    With parts there is their sum, too, of which entropies and divergences are made: `NOTE [A sum beside the
+    terms]`. The last one is the first of another head.
 
     Args:
         weight: [v hidden] of the classes `start` to `start + v`.
@@ -78,21 +88,22 @@ def linear_class_terms(
         scale: multiplies the logits, `x @ weight.T + bias`.
         cap: if not 0, it bounds the scaled logits: `cap * tanh(logits / cap)`.
         bias: [v]
-        own_part, other_part: `d = own_part * logits + other_part * logits of another head` is what the mean is of.
+        own_part, other_part: `d = own_part * logits + other_part * logits of another head` is what the sum is of.
         other_weight, other_x, other_scale, other_cap, other_bias: the other head, with the same classes and rows.
+        shares: [v] or [* v] what multiplies `d` in the sum; the probabilities if None.
+        low_weight, low_x: [v rank], [* rank] whose product is added to that of `weight` and `x`.
+        other_low_weight, other_low_x: the same of the other head.
 
     Returns:
-        [2 *]; [4 *] with parts, [5 *] with another head.
+        [2 *]; [3 *] with parts, [4 *] with another head.
     """
-    mix = Mix(own_part, other_part, other_weight, other_x, other_scale, other_cap, other_bias)
+    other = None
+    if other_weight is not None and other_x is not None:
+        other = Head(other_weight, other_x, other_bias, other_low_weight, other_low_x, other_scale, other_cap)
+    mix = Mix(Head(weight, x, bias, low_weight, low_x, scale, cap), other, own_part, other_part, shares)
     if not _has_numbers(weight, x):
-        return terms_at_once(weight, x, classes, start, size, scale, cap, bias, mix)
-    if mix.is_empty:
-        terms: Tensor = _LinearClassTerms.apply(weight, x, classes, start, size, scale, cap, bias)
-    else:
-        terms = LinearMixedTerms.apply(
-            weight, x, bias, other_weight, other_x, other_bias, classes, (start, size, scale, cap), mix.numbers
-        )
+        return terms_at_once(mix, classes, start, size)
+    terms: Tensor = _LinearClassTerms.apply(*mix.operands, classes, start, size, mix.numbers)
     return terms
 
 
@@ -105,22 +116,53 @@ def linear_loss_sum(
     scale: float = 1.0,
     cap: float = 0.0,
     bias: Tensor | None = None,
+    own_part: float = 0.0,
+    other_part: float = 0.0,
+    other_weight: Tensor | None = None,
+    other_x: Tensor | None = None,
+    other_scale: float = 1.0,
+    other_cap: float = 0.0,
+    other_bias: Tensor | None = None,
+    shares: Tensor | None = None,
+    low_weight: Tensor | None = None,
+    low_x: Tensor | None = None,
+    other_low_weight: Tensor | None = None,
+    other_low_x: Tensor | None = None,
+    of_total: Tensor | None = None,
+    of_other: Tensor | None = None,
 ) -> Tensor:
     """Returns the sum over rows of `of_sum * terms[0] - of_class * terms[1]`; `terms` are those of all classes.
 
     Args:
-        weight, x, classes, scale, cap, bias: as of `linear_class_terms`.
-        of_sum, of_class: [*] how much of each term counts. They get no gradient. A row with 0 in both is not read.
+        weight ... other_low_x: as of `linear_class_terms`, without `start` and `size`.
+        of_sum, of_class: [*] how much of each term counts. Only `of_sum` has a gradient. A row with 0 in
+            both is not read.
+        of_total, of_other: [*] the sum has these times the sum of `d` over classes, and times `terms[3]`, too.
     """
-    if _has_numbers(weight, x):
-        is_trained = torch.is_grad_enabled() and weight.requires_grad
-        if is_trained and weight.dtype.itemsize < 4 and classes.numel() * len(weight) > MOST * chunks.CHUNK:
-            return _difference(
-                linear_class_terms(weight, x, classes, 0, len(weight), scale, cap, bias), of_sum, of_class
-            )
-        total: Tensor = _LinearLossSum.apply(weight, x, classes, of_sum, of_class, scale, cap, bias)
-        return total
-    return _sum_at_once(weight, x, classes, of_sum, of_class, scale, cap, bias)
+    other = None
+    if other_weight is not None and other_x is not None:
+        other = Head(other_weight, other_x, other_bias, other_low_weight, other_low_x, other_scale, other_cap)
+    mix = Mix(Head(weight, x, bias, low_weight, low_x, scale, cap), other, own_part, other_part, shares)
+    counts = RowGrads(of_sum, -of_class, of_total, of_other)
+    if not _has_numbers(weight, x):
+        return _sum_of_terms(terms_at_once(mix, classes, 0, weight.shape[0]), counts)
+    if (
+        adds_in_float32(weight, classes.numel())
+        or of_sum.requires_grad
+        or (shares is not None and shares.requires_grad)
+    ):
+        terms = _LinearClassTerms.apply(*mix.operands, classes, 0, len(weight), mix.numbers)
+        return _sum_of_terms(terms, counts)
+    total: Tensor = _LinearLossSum.apply(
+        *mix.operands, classes, *(counts.of_lse, counts.of_class, of_total, of_other), mix.numbers
+    )
+    return total
+
+
+def adds_in_float32(weight: Tensor, rows: int) -> bool:
+    """True if the gradient of the weight is a sum of too many chunks for 16 bits: `NOTE [Sums of products]`."""
+    is_trained = torch.is_grad_enabled() and weight.requires_grad
+    return is_trained and weight.dtype.itemsize < 4 and rows * len(weight) > MOST * chunks.CHUNK
 
 
 def _has_numbers(weight: Tensor, x: Tensor) -> bool:
@@ -130,7 +172,7 @@ def _has_numbers(weight: Tensor, x: Tensor) -> bool:
 
 def linear_class_terms_like(weight: Tensor, x: Tensor, classes: Tensor, *more: Any) -> Tensor:
     """Returns an example value of `linear_class_terms`, without an assumption about sizes."""
-    number = 5 if len(more) > 7 and more[7] is not None else 4 if any(more[5:7]) else 2
+    number = 4 if len(more) > 7 and more[7] is not None else 3 if any(more[5:7]) else 2
     return x.new_empty((number, *classes.shape), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
@@ -139,119 +181,131 @@ def linear_loss_sum_like(weight: Tensor, x: Tensor, *_: Any) -> Tensor:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _sum_at_once(
-    weight: Tensor, x: Tensor, classes: Tensor, of_sum: Tensor, of_class: Tensor, scale: float, cap: float,
-    bias: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Returns `linear_loss_sum` by operators that can be differentiated again, mapped and compiled."""
-    terms = terms_at_once(weight, x, classes, 0, weight.shape[0], scale, cap, bias)
-    return _difference(terms, of_sum, of_class)
-
-
-def _difference(terms: Tensor, of_sum: Tensor, of_class: Tensor) -> Tensor:
-    return _weighted(terms[0], of_sum.detach()) - _weighted(terms[1], of_class.detach())
+def _sum_of_terms(terms: Tensor, counts: RowGrads) -> Tensor:
+    """Returns `linear_loss_sum` of terms, by operators that can be differentiated again, mapped and compiled."""
+    result = _weighted(terms[0], counts.of_lse) + _weighted(terms[1], counts.of_class.detach())
+    if counts.of_total is not None:
+        result = result + _weighted(terms[2], counts.of_total.detach())
+    return result if counts.of_other_lse is None else result + _weighted(terms[3], counts.of_other_lse.detach())
 
 
 def _weighted(term: Tensor, weights: Tensor) -> Tensor:
-    # A row that does not count may have any number, also infinity.
-    return (term.masked_fill(weights == 0, 0) * weights).sum()
+    # A row that does not count may have any number, also infinity. With a gradient it counts.
+    return ((term if weights.requires_grad else term.masked_fill(weights == 0, 0)) * weights).sum()
 
 
 class _LinearClassTerms(torch.autograd.Function):
-    """The terms, with gradients of `weight`, `x` and `bias` that are computed chunk by chunk."""
+    """The terms, with gradients of all tensors that are computed tile by tile, of logits that are computed again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, x: Tensor, classes: Tensor, start: int, size: int, scale: float, cap: float,
-        bias: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        ctx.where = start, size, scale, cap
-        rows, index = rows_of(x), classes.reshape(-1)
-        terms = x.new_empty((2, len(index)), dtype=torch.promote_types(x.dtype, torch.float32))
-        in_one_chunk, all_probabilities, means = False, None, None
-        if any(ctx.needs_input_grad) and not cap:  # The slope of tanh needs logits.
-            if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[7]):
-                means = rows.new_empty(rows.shape)
-            elif len(rows) * len(weight) <= chunks.CHUNK:
-                in_one_chunk = True
-        for part in row_chunks(len(index), len(weight)):
-            z = logits_of(rows[part], weight, bias, scale, cap)
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *operands, classes, start, size, numbers = args
+        given, index, needed = Mix.of(operands, numbers), classes.reshape(-1), ctx.needs_input_grad[:11]
+        mix = given.of_rows()
+        weight, rows = mix.own.weight, mix.own.x
+        terms = rows.new_empty((mix.number_of_terms, len(index)), dtype=torch.promote_types(rows.dtype, torch.float32))
+        is_plain_head = mix.is_empty and not mix.own.cap  # The slope of tanh needs logits.
+        means = rows.new_empty(rows.shape) if is_plain_head and [i for i in range(11) if needed[i]] == [1] else None
+        in_one_chunk = is_plain_head and means is None and any(needed) and len(rows) * len(weight) <= chunks.CHUNK
+        all_probabilities = None
+        for part in row_chunks(len(index), len(weight) * (1 if mix.is_empty else 2)):
+            z = mix.own.logits(part)
             terms[1, part] = picked(z, index[part], start, size)
-            terms[0, part] = exponentiate(z)
+            read, tile = read_rows(mix, part, z, keeps=False)
+            terms[0, part] = read.lse
+            if read.total is not None:
+                terms[2, part] = read.total
+            if read.other_lse is not None:
+                terms[3, part] = read.other_lse
+            if means is not None or in_one_chunk:
+                z = tile.exponentials.mul_(tile.number)
             if means is not None:
                 torch.mm(without_class(z, index[part], start).to(weight.dtype), weight, out=means[part])
             all_probabilities = z if in_one_chunk else None
-        ctx.save_for_backward(weight, x, classes, bias, terms, all_probabilities, means)
-        return terms.view(2, *classes.shape)
+        ctx.where, ctx.numbers = (start, size), numbers
+        ctx.save_for_backward(*operands, classes, terms, all_probabilities, means)
+        return terms.view(len(terms), *classes.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x, classes, bias, terms, all_probabilities, means = ctx.saved_tensors
-        start, _, scale, cap = ctx.where
-        needed = [ctx.needs_input_grad[i] for i in (0, 1, 7)]
+        *operands, classes, terms, all_probabilities, means = ctx.saved_tensors
+        (start, size), needed, index = ctx.where, ctx.needs_input_grad[:11], classes.reshape(-1)
         if torch.is_grad_enabled():
-            more = classes, start, ctx.where[1], scale, cap
-            again = lambda weight, x, bias: terms_at_once(weight, x, *more, bias)  # noqa: E731
-            return _spread(differentiable(again, grad, (weight, x, bias), needed), 5)
-        weight, bias = weight.detach(), None if bias is None else bias.detach()
-        rows, index, grad = rows_of(x.detach()), classes.reshape(-1), grad.reshape(2, -1)
+            again = lambda *tensors: terms_at_once(Mix.of(tensors, ctx.numbers), classes, start, size)  # noqa: E731
+            return *differentiable(again, grad, operands, needed), *[None] * 4
+        mix, grad = Mix.of(operands, ctx.numbers).of_rows(), grad.reshape(len(terms), -1)
         if means is not None:
-            of_x = _through_means(means, weight, index, start, terms, grad * scale).view(x.shape)
-            return _spread((None, of_x, None), 5)
+            of_x = _through_means(means, mix.own.weight, index, start, terms, grad * mix.own.scale)
+            return None, of_x.view(operands[1].shape), *[None] * 13
         if all_probabilities is not None and not _may_overwrite(grad):
             all_probabilities = all_probabilities.clone()
+        grads, other_lse = RowGrads.of(grad, terms), terms[3] if len(terms) > 3 else None
+        of_shares = torch.zeros_like(mix.shares) if needed[10] and mix.shares is not None else None
+        is_needed = any(needed[:5]), any(needed[5:10])
 
-        def of_product(block: slice, part: slice) -> Tensor:
-            slope, probabilities = None, None if all_probabilities is None else all_probabilities[part, block]
-            if probabilities is None:
+        def of_tile(block: slice, part: slice) -> list[Tensor | None]:
+            if all_probabilities is None:
                 with torch.enable_grad():  # As in forward: an estimate counts what is computed again by itself.
-                    z = logits_of(rows[part], weight[block], None if bias is None else bias[block], scale, cap)
-                slope = slope_of(z, cap)
-                probabilities = z.sub_(terms[0, part, None]).exp_()
-            g = probabilities.mul_(grad[0, part, None])
-            return grad_of_product(at_class(g, index[part], start + block.start, grad[1, part]), slope, scale, x.dtype)
+                    tile = tile_again(mix, part, block, terms[0, part], None if other_lse is None else other_lse[part])
+            else:
+                probabilities = all_probabilities[part, block]
+                tile = Tile(part, block, probabilities, None, probabilities, 1.0)
+            own = grads.rows(part)
+            if of_shares is not None:
+                add_to_shares(of_shares, mix, tile, own)
+            return gradients(mix, tile, own, index[part], start + block.start, is_needed)
 
-        of_weight, of_rows, of_bias = sums_of_tiles(weight, rows, needed, of_product)
-        return _spread((of_weight, None if of_rows is None else of_rows.view(x.shape), of_bias), 5)
+        sums = sums_of_tiles(mix.heads, (needed[:5], needed[5:10])[: len(mix.heads)], of_tile)
+        return *_in_shape(operands, sums, of_shares), *[None] * 4
 
 
 class _LinearLossSum(torch.autograd.Function):
     """The sum, with gradients that forward computes."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, x: Tensor, classes: Tensor, of_sum: Tensor, of_class: Tensor, scale: float,
-        cap: float, bias: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        ctx.settings, ctx.needed = (scale, cap), [ctx.needs_input_grad[i] for i in (0, 1, 7)]
-        rows, index, size = rows_of(x), classes.reshape(-1), len(weight)
-        weights = of_sum.reshape(-1), of_class.reshape(-1)
-        sums = _Gradients.of(weight, rows, bias, ctx.needed)
-        total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
-        for part in row_chunks(len(index), size):
-            z, (of_sums, of_classes) = logits_of(rows[part], weight, bias, scale, cap), (w[part] for w in weights)
-            total -= _weighted(picked(z, index[part], 0, size), of_classes)
-            slope = slope_of(z, cap) if any(ctx.needed) else None
-            total += _weighted(exponentiate(z), of_sums)
-            if any(ctx.needed):
-                g = at_class(z.mul_(of_sums[:, None]), index[part], 0, -of_classes)
-                sums.add(part, grad_of_product(g, slope, scale, x.dtype))
-        grads = sums.weight, None if sums.x is None else sums.x.view(x.shape), sums.bias
-        ctx.save_for_backward(weight, x, classes, of_sum, of_class, bias, *grads)
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *operands, classes, of_sum, of_class, of_total, of_other, numbers = args
+        counted = of_sum, of_class, of_total, of_other
+        ctx.numbers, ctx.needed = numbers, ctx.needs_input_grad[:11]
+        mix, index = Mix.of(operands, numbers).of_rows(), classes.reshape(-1)
+        needed = ctx.needed[:5], ctx.needed[5:10]
+        is_needed = [any(of_head) for of_head in needed]
+        counts = RowGrads(*(None if y is None else y.reshape(-1) for y in counted))  # type: ignore[arg-type]
+        sums = [Sums.of(head, of_head, head.x.dtype) for head, of_head in zip(mix.heads, needed, strict=False)]
+        total = mix.own.x.new_zeros((), dtype=torch.promote_types(mix.own.x.dtype, torch.float32))
+        for part in row_chunks(len(index), len(mix.own.weight) * (1 if mix.is_empty else 2)):
+            z, count = mix.own.logits(part), counts.rows(part)
+            total += _weighted(picked(z, index[part], 0, len(mix.own.weight)), count.of_class)
+            read, tile = read_rows(mix, part, z, keeps=any(is_needed))
+            for term, weights in (
+                (read.lse, count.of_lse), (read.total, count.of_total), (read.other_lse, count.of_other_lse)
+            ):  # fmt: skip
+                total += 0 if term is None or weights is None else _weighted(term, weights)
+            if any(is_needed):
+                g = gradients(mix, tile, replace(count, total=read.total), index[part], 0, is_needed)
+                for each, of_products in zip(sums, g, strict=True):
+                    if of_products is not None:
+                        each.add(of_products, part)
+        of_heads = _in_shape(operands, [each.in_order() for each in sums], None)
+        ctx.save_for_backward(*operands, classes, *counted, *of_heads[:10])
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x, classes, of_sum, of_class, bias, *grads = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        operands, classes, counts, grads = saved[:11], saved[11], RowGrads(*saved[12:16]), saved[16:]
         if torch.is_grad_enabled():
-            more = classes, of_sum, of_class, ctx.settings[0], ctx.settings[1]
-            again = lambda weight, x, bias: _sum_at_once(weight, x, *more, bias)  # noqa: E731
-            return _spread(differentiable(again, grad, (weight, x, bias), ctx.needed), 5)
+
+            def again(*tensors: Tensor | None) -> Tensor:
+                mix = Mix.of(tensors, ctx.numbers)
+                return _sum_of_terms(terms_at_once(mix, classes, 0, mix.own.weight.shape[0]), counts)
+
+            return *differentiable(again, grad, operands, ctx.needed), *[None] * 6
         # Where no row counts, the divisor of a mean is 0 and `grad` infinite: no row gets a gradient all the same.
-        nothing = ((of_sum == 0) & (of_class == 0)).all()
+        nothing = torch.stack([(y == 0).all() for y in saved[12:16] if y is not None]).all()
         # A number would be rounded to 16 bits first, and change all gradients by the same part.
         factor, is_last = grad.masked_fill(nothing, 0).view(1), _may_overwrite(grad)
-        return _spread([None if y is None else (y if is_last else y.clone()).mul_(factor) for y in grads], 5)
+        return *(None if y is None else (y if is_last else y.clone()).mul_(factor) for y in grads), *[None] * 7
 
 
 def _may_overwrite(grad: Tensor) -> bool:
@@ -259,9 +313,15 @@ def _may_overwrite(grad: Tensor) -> bool:
     return is_last_backward() and not is_kept(grad)
 
 
-def _spread(grads: Sequence[Tensor | None], between: int) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of weight, x and bias, with those of the arguments between x and bias."""
-    return grads[0], grads[1], *[None] * between, grads[2]
+def _in_shape(
+    operands: Sequence[Tensor | None], of_heads: Sequence[Sequence[Tensor | None]], of_shares: Tensor | None
+) -> list[Tensor | None]:
+    """Returns the gradients of all operands, with their dimensions of rows."""
+    grads = [*(y for of_head in of_heads for y in of_head), *[None] * (5 * (2 - len(of_heads))), of_shares]
+    return [
+        None if y is None or operand is None else y.to(operand.dtype).view(operand.shape)
+        for y, operand in zip(grads, operands, strict=True)
+    ]
 
 
 def _through_means(means: Tensor, weight: Tensor, index: Tensor, start: int, terms: Tensor, grad: Tensor) -> Tensor:
@@ -280,37 +340,3 @@ def _through_means(means: Tensor, weight: Tensor, index: Tensor, start: int, ter
         of_class = torch.addcmul(grad[1], grad[0], (terms[1] - terms[0]).exp())
         result.addcmul_(weight[local], of_class.masked_fill(outside, 0)[:, None])
     return result.to(means.dtype)
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    """The gradients, to which each chunk of rows adds its part in their dtype; None for one that nobody wants.
-
-    Attributes:
-        operands: weight, [v hidden], and the rows, [rows hidden].
-    """
-
-    operands: tuple[Tensor, Tensor]
-    weight: Tensor | None
-    x: Tensor | None
-    bias: Tensor | None
-
-    @staticmethod
-    def of(weight: Tensor, rows: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> _Gradients:
-        """Returns zeros."""
-        return _Gradients(
-            operands=(weight, rows),
-            weight=weight.new_zeros(weight.shape) if needed[0] else None,
-            x=rows.new_empty(rows.shape) if needed[1] else None,
-            bias=torch.zeros_like(bias) if needed[2] and bias is not None else None,
-        )
-
-    def add(self, part: slice, g: Tensor) -> None:
-        """Adds the gradients of a chunk. g: [rows v] that of its products"""
-        weight, rows = self.operands
-        if self.x is not None:
-            torch.mm(g, weight, out=self.x[part])
-        if self.weight is not None:
-            self.weight.addmm_(g.t(), rows[part])
-        if self.bias is not None:
-            self.bias.add_(g.sum(0))

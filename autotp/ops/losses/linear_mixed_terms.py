@@ -1,209 +1,254 @@
-"""The terms of an entropy and of a divergence between two heads, in chunks: no logits of all rows are in memory.
+"""The terms of a loss, an entropy or a divergence, and their gradients, of some rows and classes of one head or two.
 
-NOTE [A mean in two terms]
-Entropy and KL divergence need the mean over classes of `d`, a sum of logits, with probabilities `p = softmax(z)`. Ranks
-that cut the classes join their terms by the logarithm of a sum of exponentials, and `d` has both signs. So there are
-
-    t = log(sum(exp(z) * (1 + max(d, 0))))      u = log(sum(exp(z) * (1 + max(-d, 0))))      lse = log(sum(exp(z)))
-
-and the mean is `exp(t - lse) - exp(u - lse)`. The 1 keeps both terms above `lse`, and every quotient finite.
+NOTE [A sum beside the terms]
+Entropy and KL divergence need the mean over classes of `d`, a sum of logits, with probabilities `softmax(z)`. A loss
+with probabilities as its target needs the sum of logits times given shares. A rank that has a part of the classes
+gives the mean with the probabilities over its own classes, or the sum of its own. `joined_terms` makes that of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from autotp.ops.async_linear import rows_of
 from autotp.ops.lookup import gather, local_index
-from autotp.ops.losses.chunks import (
-    at_class,
-    differentiable,
-    exponentiate,
-    grad_of_product,
-    logits_of,
-    picked,
-    row_chunks,
-    slope_of,
-    sums_of_tiles,
-)
+from autotp.ops.losses.chunks import Head, at_class, dot, exponentiate, grad_of_product, slope_of
+
+Numbers = tuple[float, ...]
+WHOLE = slice(None)
 
 
-class Mix(NamedTuple):
-    """What the mean is of: a part of a head's own logits and one of another head's. See `linear_class_terms`."""
+@dataclass(frozen=True)
+class Mix:
+    """A head, perhaps a second one, and the sum over classes of which the terms are made.
 
+    Attributes:
+        own_part, other_part: the sum is that of `own_part * logits + other_part * logits of the other head`,
+        shares: times these, [v] or [* v]; times the probabilities of the first head if None.
+    """
+
+    own: Head
+    other: Head | None = None
     own_part: float = 0.0
     other_part: float = 0.0
-    weight: Tensor | None = None
-    x: Tensor | None = None
-    scale: float = 1.0
-    cap: float = 0.0
-    bias: Tensor | None = None
+    shares: Tensor | None = None
+
+    @staticmethod
+    def of(operands: Sequence[Tensor | None], numbers: Numbers) -> Mix:
+        """Returns what `operands` and `numbers` were of."""
+        scale, cap, other_scale, other_cap, own_part, other_part = numbers
+        own, other = (
+            None if weight is None or x is None else Head(weight, x, *more, *each)
+            for (weight, x, *more), each in (
+                (operands[:5], (scale, cap)), (operands[5:10], (other_scale, other_cap)),
+            )
+        )  # fmt: skip
+        assert own is not None
+        return Mix(own, other, own_part, other_part, operands[10])
+
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """The tensors: of the head, of the other head, and the shares."""
+        return *self.own[:5], *([None] * 5 if self.other is None else self.other[:5]), self.shares
+
+    @property
+    def numbers(self) -> Numbers:
+        """What a backward keeps beside the tensors."""
+        return *self.own[5:], *((1.0, 0.0) if self.other is None else self.other[5:]), self.own_part, self.other_part
+
+    @property
+    def heads(self) -> list[Head]:
+        """The heads."""
+        return [self.own] if self.other is None else [self.own, self.other]
 
     @property
     def is_empty(self) -> bool:
-        """True if there is no mean to compute."""
+        """True if there is no sum to compute."""
         return not (self.own_part or self.other_part)
 
     @property
-    def numbers(self) -> tuple[float, float, float, float]:
-        """What a backward keeps beside the tensors."""
-        return self.own_part, self.other_part, self.scale, self.cap
+    def reads_logits(self) -> bool:
+        """True if the gradient of the first head needs its logits, beside their exponentials."""
+        return not self.is_empty or self.own.cap != 0
+
+    @property
+    def number_of_terms(self) -> int:
+        """2, 3 with a sum, 4 with another head."""
+        return 2 if self.is_empty else 3 if self.other is None else 4
+
+    def of_rows(self) -> Mix:
+        """Returns it without gradients, and with one dimension of rows."""
+        shares = None if self.shares is None else self.shares.detach()
+        if shares is not None and shares.dim() > 1:
+            shares = shares.reshape(-1, shares.shape[-1]) if shares.numel() else shares.flatten(0, -2)
+        return replace(
+            self, own=self.own.of_rows(), other=None if self.other is None else self.other.of_rows(), shares=shares
+        )
+
+    def shares_of(self, part: slice, block: slice, dtype: torch.dtype) -> Tensor | None:
+        """Returns the shares of some rows and classes; None if they are probabilities."""
+        if self.shares is None:
+            return None
+        return (self.shares[block] if self.shares.dim() == 1 else self.shares[part, block]).to(dtype)
 
 
-def terms_at_once(
-    weight: Tensor, x: Tensor, classes: Tensor, start: int, size: int, scale: float, cap: float,
-    bias: Tensor | None, mix: Mix = Mix(),  # noqa: B008
-) -> Tensor:  # fmt: skip
+def terms_at_once(mix: Mix, classes: Tensor, start: int, size: int) -> Tensor:
     """Returns the terms by operators that can be differentiated again, mapped and compiled."""
-    z = _all_logits(weight, x, scale, cap, bias)
-    index = classes.unsqueeze(-1)
-    _, outside = local_index(index, start, weight.shape[0])
+    z, index = mix.own.all_logits(), classes.unsqueeze(-1)
+    _, outside = local_index(index, start, z.shape[-1])
     own_class = gather(z, -1, index, start, size).masked_fill(outside, -torch.inf)
     lse = z.logsumexp(-1)
     terms = [lse, own_class.squeeze(-1)]
     if not mix.is_empty:
-        d, p, other_lse = z * mix.own_part, z.softmax(-1), []
-        if mix.weight is not None and mix.x is not None:
-            other_logits = _all_logits(mix.weight, mix.x, mix.scale, mix.cap, mix.bias)
+        d, other_lse = z * mix.own_part, []
+        if mix.other is not None:
+            other_logits = mix.other.all_logits()
             d, other_lse = d + other_logits * mix.other_part, [other_logits.logsumexp(-1)]
-        terms += [lse + (p * part).sum(-1).log1p() for part in (d.where(d >= 0, 0), -d.where(d < 0, 0))]
-        terms += other_lse
+        shares = z.softmax(-1) if mix.shares is None else mix.shares.to(z.dtype)
+        terms += [(shares * d).sum(-1), *other_lse]
     return torch.stack(terms)
 
 
-def _all_logits(weight: Tensor, x: Tensor, scale: float, cap: float, bias: Tensor | None) -> Tensor:
-    z = F.linear(x, weight, bias)
-    z = z.to(torch.promote_types(z.dtype, torch.float32)) * scale
-    return torch.tanh(z / cap) * cap if cap else z
+@dataclass(frozen=True)
+class Tile:
+    """Logits of some rows and classes, and their exponentials, which may have overwritten the logits.
+
+    Attributes:
+        z, exponentials: of the first head; `exponentials * number` are probabilities over the classes of this rank.
+        y, other_exponentials: of the other head.
+    """
+
+    part: slice
+    block: slice
+    z: Tensor
+    y: Tensor | None
+    exponentials: Tensor
+    number: Tensor | float
+    other_exponentials: Tensor | None = None
+    other_number: Tensor | float = 1.0
 
 
-class LinearMixedTerms(torch.autograd.Function):
-    """Four terms of each row, five with another head. Backward computes logits again, tile by tile."""
+@dataclass(frozen=True)
+class RowTerms:
+    """What a chunk of rows with all classes of this rank gives: [rows] each; None for what there is not."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, x: Tensor, bias: Tensor | None, other_weight: Tensor | None, other_x: Tensor | None,
-        other_bias: Tensor | None, classes: Tensor, where: tuple[int, int, float, float],
-        numbers: tuple[float, float, float, float],
-    ) -> Tensor:  # fmt: skip
-        ctx.where, ctx.numbers = where, numbers
-        start, size, *_ = where
-        index = classes.reshape(-1)
-        heads = _Heads.of([weight, x, bias, other_weight, other_x, other_bias], where, numbers)
-        number = 4 + (other_weight is not None)
-        terms = x.new_empty((number, len(index)), dtype=torch.promote_types(x.dtype, torch.float32))
-        for part in row_chunks(len(index), 2 * len(weight)):
-            z, d, other_logits, _ = heads.tile(slice(None), part)
-            if other_logits is not None:
-                terms[4, part] = exponentiate(other_logits)
-                del other_logits
-            terms[1, part] = picked(z, index[part], start, size)
-            terms[0, part] = exponentiate(z)
-            for i, mean in ((2, _mean_of(z, d.clamp(min=0))), (3, _mean_of(z, d.neg_().clamp_(min=0)))):
-                terms[i, part] = terms[0, part] + mean.log1p_()
-        ctx.save_for_backward(weight, x, bias, other_weight, other_x, other_bias, classes, terms)
-        return terms.view(number, *classes.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *operands, classes, terms = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:6]
-        if torch.is_grad_enabled():
-            (own_part, other_part, scale, cap), (start, size, own_scale, own_cap) = ctx.numbers, ctx.where
-
-            def again(weight: Tensor, x: Tensor, bias: Tensor | None, *other: Tensor | None) -> Tensor:
-                mix = Mix(own_part, other_part, other[0], other[1], scale, cap, other[2])
-                return terms_at_once(weight, x, classes, start, size, own_scale, own_cap, bias, mix)
-
-            return *differentiable(again, grad, operands, needed), None, None, None
-        detached: list[Any] = [None if y is None else y.detach() for y in operands]
-        heads = _Heads.of(detached, ctx.where, ctx.numbers)
-        index, grad = classes.reshape(-1), grad.reshape(len(terms), -1)
-        # The gradients of `exp(z) * (1 + |d|)`, for classes of each sign of `d`, as parts of the probabilities.
-        up, down = ((grad[i] * (terms[0] - terms[i]).exp())[:, None] for i in (2, 3))
-        of_sum = grad[0, :, None] + up + down
-
-        def probabilities(block: slice, part: slice) -> tuple[Tensor, Tensor, Tensor, Any, list[Any]]:
-            with torch.enable_grad():  # As in forward: an estimate counts what is computed again by itself.
-                z, d, other_logits, slopes = heads.tile(block, part, with_slopes=True)
-            return (
-                z.sub_(terms[0, part, None]).exp_(),
-                d,
-                torch.where(d >= 0, up[part], -down[part]),
-                other_logits,
-                slopes,
-            )
-
-        def of_own(block: slice, part: slice) -> Tensor:
-            p, d, sign, _, slopes = probabilities(block, part)
-            g = p.mul_(d.add_(ctx.numbers[0]).mul_(sign).add_(of_sum[part]))
-            g = at_class(g, index[part], ctx.where[0] + (block.start or 0), grad[1, part])
-            return grad_of_product(g, slopes[0], ctx.where[2], heads.rows.dtype)
-
-        def of_other(block: slice, part: slice) -> Tensor:
-            p, _, sign, other_logits, slopes = probabilities(block, part)
-            g = p.mul_(sign).mul_(ctx.numbers[1])
-            g.add_(other_logits.sub_(terms[4, part, None]).exp_().mul_(grad[4, part, None]))
-            return grad_of_product(g, slopes[1], ctx.numbers[2], heads.rows.dtype)
-
-        of_own_head = _in_order(sums_of_tiles(heads.weight, heads.rows, needed[:3], of_own), operands[1])
-        of_other_head: Sequence[Tensor | None] = (None, None, None)
-        if any(needed[3:]):
-            sums = sums_of_tiles(heads.other_weight, heads.other_rows, needed[3:], of_other)
-            of_other_head = _in_order(sums, operands[4])
-        return *of_own_head, *of_other_head, None, None, None
+    lse: Tensor
+    total: Tensor | None
+    other_lse: Tensor | None
 
 
-def _in_order(sums: Sequence[Tensor | None], x: Tensor) -> Sequence[Tensor | None]:
-    of_weight, of_rows, of_bias = sums
-    return of_weight, None if of_rows is None else of_rows.view(x.shape), of_bias
+def read_rows(mix: Mix, part: slice, z: Tensor, keeps: bool) -> tuple[RowTerms, Tile]:
+    """Returns the terms of some rows. z: their logits; keeps: whether logits stay for `gradients`"""
+    y = None if mix.other is None else mix.other.logits(part)
+    shares, total = mix.shares_of(part, WHOLE, z.dtype), None
+    is_mean = not mix.is_empty and shares is None
+    if shares is not None:
+        total = _total(mix, shares, z, y)
+    exponentials, lse, number = exponentiate(z, keeps=is_mean or (keeps and mix.reads_logits))
+    if is_mean:
+        total = _total(mix, exponentials, z, y) * number[:, 0]
+    if y is None:
+        return RowTerms(lse, total, None), Tile(part, WHOLE, z, y, exponentials, number)
+    other_exponentials, other_lse, other_number = exponentiate(y, keeps)
+    tile = Tile(part, WHOLE, z, y, exponentials, number, other_exponentials, other_number)
+    return RowTerms(lse, total, other_lse), tile
 
 
-def _mean_of(p: Tensor, y: Tensor) -> Tensor:
-    return y.mul_(p).sum(1)
+def _total(mix: Mix, shares: Tensor, z: Tensor, y: Tensor | None) -> Tensor:
+    total = mix.own_part * dot(shares, z) if mix.own_part else z.new_zeros(len(z))
+    return total if y is None or not mix.other_part else total.add_(dot(shares, y), alpha=mix.other_part)
 
 
-class _Heads(NamedTuple):
-    """One head or two, with rows of their inputs."""
+def tile_again(mix: Mix, part: slice, block: slice, lse: Tensor, other_lse: Tensor | None) -> Tile:
+    """Returns a tile whose exponentials are probabilities over all classes of this rank. lse, other_lse: [rows]"""
+    z, y = mix.own.logits(part, block), None if mix.other is None else mix.other.logits(part, block)
+    exponentials = (z - lse[:, None] if mix.reads_logits else z.sub_(lse[:, None])).exp_()
+    if y is None or other_lse is None:
+        return Tile(part, block, z, y, exponentials, 1.0)
+    return Tile(part, block, z, y, exponentials, 1.0, (y - other_lse[:, None]).exp_())
 
-    weight: Tensor
-    rows: Tensor
-    bias: Tensor | None
-    other_weight: Any
-    other_rows: Any
-    other_bias: Tensor | None
-    scale: float
-    cap: float
-    numbers: tuple[float, float, float, float]
+
+@dataclass(frozen=True)
+class RowGrads:
+    """The gradients of a loss by its terms of each row: [rows] each; None for 0.
+
+    Attributes:
+        of_total: by the sum itself, of which the two terms are made.
+        total: the sum, if it is a mean with probabilities.
+    """
+
+    of_lse: Tensor
+    of_class: Tensor
+    of_total: Tensor | None = None
+    of_other_lse: Tensor | None = None
+    total: Tensor | None = None
 
     @staticmethod
-    def of(operands: Sequence[Any], where: Sequence[Any], numbers: Any) -> _Heads:
-        """Returns heads of the operands of the operator."""
-        weight, x, bias, other_weight, other_x, other_bias = operands
-        other_rows = None if other_x is None else rows_of(other_x)
-        return _Heads(weight, rows_of(x), bias, other_weight, other_rows, other_bias, where[2], where[3], numbers)
+    def of(grads: Tensor, terms: Tensor) -> RowGrads:
+        """Returns the gradients of terms as they are in `linear_class_terms`. grads, terms: [terms rows]"""
+        more = [*grads[2:], *[None] * 2][:2]
+        return RowGrads(grads[0], grads[1], more[0], more[1], terms[2] if len(terms) > 2 else None)
 
-    def tile(self, block: slice, part: slice, with_slopes: bool = False) -> tuple[Tensor, Tensor, Any, list[Any]]:
-        """Returns the logits of some classes and rows, what the mean is of, and the logits of the other head; slopes.
-
-        Slopes are those of both bounds by tanh.
-        """
-        z = logits_of(self.rows[part], self.weight[block], _block(self.bias, block), self.scale, self.cap)
-        own_part, other_part, scale, cap = self.numbers
-        d, other_logits, slopes = z * own_part, None, [slope_of(z, self.cap) if with_slopes else None, None]
-        if self.other_weight is not None:
-            other_logits = logits_of(
-                self.other_rows[part], self.other_weight[block], _block(self.other_bias, block), scale, cap
-            )
-            slopes[1] = slope_of(other_logits, cap) if with_slopes else None
-            d.add_(other_logits, alpha=other_part)
-        return z, d, other_logits, slopes
+    def rows(self, part: slice) -> RowGrads:
+        """Returns those of some rows."""
+        return RowGrads(*(None if x is None else x[part] for x in vars(self).values()))  # type: ignore[arg-type]
 
 
-def _block(bias: Tensor | None, block: slice) -> Tensor | None:
-    return None if bias is None else bias[block]
+def gradients(
+    mix: Mix, tile: Tile, grads: RowGrads, index: Tensor, start: int, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Returns the gradient of the products of each head that needs it: [rows v]. The tile is overwritten.
+
+    Args:
+        grads: of the rows of the tile.
+        index: [rows] the global class of each row.
+        start: the first class of the tile.
+    """
+    # The second head first: it reads the probabilities that the first one overwrites.
+    of_other = [_of_other(mix, tile, grads) if needed[1] else None] if mix.other is not None else []
+    return [_of_own(mix, tile, grads, index, start) if needed[0] else None, *of_other]
+
+
+def _of_own(mix: Mix, tile: Tile, grads: RowGrads, index: Tensor, start: int) -> Tensor:
+    z, slope = tile.z, slope_of(tile.z, mix.own.cap)
+    of_lse = grads.of_lse[:, None] * tile.number
+    if grads.of_total is None or mix.shares is not None:
+        g = tile.exponentials.mul_(of_lse)
+        if grads.of_total is not None and mix.own_part:
+            shares = mix.shares_of(tile.part, tile.block, z.dtype)
+            g.addcmul_(shares, grads.of_total[:, None] * mix.own_part)  # type: ignore[arg-type]
+    else:
+        # Of `sum(p * d)` by the logits: p * (d - sum(p * d) + own_part), with all that is of rows in two numbers.
+        of_total = grads.of_total[:, None] * tile.number
+        same = torch.addcmul(of_lse, of_total, mix.own_part - grads.total[:, None])  # type: ignore[index]
+        g = torch.addcmul(same, z, of_total * mix.own_part, out=z)
+        if tile.y is not None and mix.other_part:
+            g.addcmul_(tile.y, of_total * mix.other_part)
+        g.mul_(tile.exponentials)
+    return grad_of_product(at_class(g, index, start, grads.of_class), slope, mix.own.scale, mix.own.x.dtype)
+
+
+def _of_other(mix: Mix, tile: Tile, grads: RowGrads) -> Tensor:
+    head, g = mix.other, tile.other_exponentials
+    assert head is not None and g is not None and tile.y is not None
+    slope = slope_of(tile.y, head.cap)
+    g = g.zero_() if grads.of_other_lse is None else g.mul_(grads.of_other_lse[:, None] * tile.other_number)
+    if grads.of_total is not None and mix.other_part:
+        shares, number = mix.shares_of(tile.part, tile.block, g.dtype), tile.number if mix.shares is None else 1.0
+        g.addcmul_(tile.exponentials if shares is None else shares, grads.of_total[:, None] * mix.other_part * number)
+    return grad_of_product(g, slope, head.scale, head.x.dtype)
+
+
+def add_to_shares(of_shares: Tensor, mix: Mix, tile: Tile, grads: RowGrads) -> None:
+    """Adds the gradient of the shares of a tile: what they multiply. of_shares: [v] or [rows v]"""
+    d = tile.z * mix.own_part
+    if tile.y is not None:
+        d.add_(tile.y, alpha=mix.other_part)
+    d.mul_(grads.of_total[:, None])  # type: ignore[index]
+    if of_shares.dim() == 1:
+        of_shares[tile.block] += d.sum(0)
+    else:
+        of_shares[tile.part, tile.block] = d

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -25,13 +24,31 @@ from autotp.passes.lower.losses.logit_values import (
     Exp,
     Logits,
     RowReader,
+    Shares,
     Value,
     WeightedValue,
     one_precision,
     read,
 )
-from autotp.passes.lower.losses.row_terms import TermRequest, Terms, labels_of, read_rows, requests_of, weighted_sum
-from autotp.passes.lower.losses.vocab_parallel_loss import MEAN, SUM, counted_rows, own_weight, reduced_loss
+from autotp.passes.lower.losses.row_terms import (
+    Mean,
+    TermRequest,
+    Terms,
+    has_shares,
+    labels_of,
+    read_rows,
+    requests_of,
+    without_defaults,
+)
+from autotp.passes.lower.losses.vocab_parallel_loss import (
+    MEAN,
+    NONE,
+    SUM,
+    counted_rows,
+    mean_of_sum,
+    own_weight,
+    reduced_loss,
+)
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, visit
 from autotp.rules.call import arguments_of, outputs_of
@@ -64,7 +81,7 @@ class Heads:
     @property
     def read(self) -> set[fx.Node]:
         """The heads that have readers."""
-        return {logits.linear for reader in self.readers.values() for logits in logits_within(reader.value)}
+        return linears_within(*(reader.value for reader in self.readers.values()))
 
     def leaf_of(self, node: fx.Node) -> Leaf:
         """Returns the cut of the classes of a value or a reader."""
@@ -89,7 +106,8 @@ def linear_cross_entropy(graph: fx.Graph, axes: Axes, decision: Decision) -> tup
         builder.origin, last = node, len(builder.graph.nodes)
         if node in heads.values:
             # What has the rows of the logits stands for them.
-            rows = [terms.input_of(own.linear, own.views) for own in logits_within(heads.values[node])]
+            logits = list(logits_within(heads.values[node]))
+            rows = [terms.input_of(linear, own.views) for own in logits for linear in own.linears]
             builder.env[node] = rows[0]
         elif node in heads.readers:
             builder.env[node] = _read(terms, node, heads)
@@ -145,7 +163,7 @@ def _walk(graph: fx.Graph, heads: Heads, decision: Decision) -> set[fx.Node]:
         if not operands or (node.target is aten.sym_size.int and _is_of_rows(node, heads.values)):
             continue
         if not _add(node, heads, decision):
-            return {logits.linear for value in operands for logits in logits_within(value)}
+            return linears_within(*operands)
     return set()
 
 
@@ -160,8 +178,8 @@ def _add(node: fx.Node, heads: Heads, decision: Decision) -> bool:
     if result is None:
         return False
     of = result.value if isinstance(result, RowReader) else result
-    linears = list(dict.fromkeys(logits.linear for logits in logits_within(of)))
-    leaf = heads.leaves[linears[0]] if linears else None
+    linears = linears_within(of)
+    leaf = heads.leaves[next(iter(linears))] if linears else None
     if not linears or any(heads.leaves[linear] is not leaf for linear in linears):
         return False
     is_exact = not node.meta["val"].is_floating_point() or all(one_precision(node, linear) for linear in linears)
@@ -178,6 +196,11 @@ def _add(node: fx.Node, heads: Heads, decision: Decision) -> bool:
     return True
 
 
+def linears_within(*values: Value) -> set[fx.Node]:
+    """Returns the products of heads of which values are made."""
+    return {linear for value in values for logits in logits_within(value) for linear in logits.linears}
+
+
 def logits_within(value: Value) -> Iterator[Logits]:
     """Yields the logits of which a value is made."""
     match value:
@@ -186,7 +209,8 @@ def logits_within(value: Value) -> Iterator[Logits]:
         case Exp():
             yield from logits_within(value.of)
         case WeightedValue():
-            yield from logits_within(value.probabilities)
+            if isinstance(value.probabilities, Exp):
+                yield from logits_within(value.probabilities)
             yield from logits_within(value.of)
 
 
@@ -211,44 +235,58 @@ def _read(terms: Terms, node: fx.Node, heads: Heads) -> fx.Node:
 
 def _loss(terms: Terms, node: fx.Node, logits: Logits, may_sum: bool) -> fx.Node:
     """Writes a class loss of the logits of a head. node: the loss in the old graph; may_sum: rows may be added up"""
-    builder, call, classes_read = terms.builder, terms.call, labels_of(node)
-    args = builder.map(arguments_of(node))
-    weight, x, bias = terms.operands(logits)
-    classes, ignored = terms.labels(classes_read)
-    assert ignored is not None
-    smoothing, dtype = args.get("label_smoothing"), weight.meta["val"].dtype
+    builder, call, args = terms.builder, terms.call, terms.builder.map(arguments_of(node))
+    classes_read = labels_of(node)
+    smoothing = args.get("label_smoothing") or 0.0
+    dtype = terms.builder.env[logits.linear.args[1]].meta["val"].dtype  # type: ignore[index]
     # In float16 gradients that are not divided yet may be too large.
     if may_sum and args["reduction"] in (MEAN, SUM) and dtype != torch.float16:
-        total_loss = _summed(builder, logits, args, [weight, x, bias], ignored, classes)
-        return builder.cast(total_loss, node.meta["val"].dtype)
-    picked, lse = terms.picked(logits, classes_read), terms.lse(logits)
-    loss, smooth = call(aten.sub.Tensor, lse, picked), None
-    if smoothing:
-        total, sums = weighted_sum(builder, weight, x, bias, logits.scale, args["weight"])
-        every = call(aten.sub.Tensor, call(aten.mul.Tensor, lse, total), sums)
-        smooth = call(aten.mul.Tensor, every, smoothing / weight.meta["val"].shape[0])
-    return builder.cast(reduced_loss(builder, args, loss, smooth, ignored, classes), node.meta["val"].dtype)
+        return builder.cast(_summed(terms, node, logits), node.meta["val"].dtype)
+    lse, every = terms.lse(logits), None
+    if has_shares(node):
+        mean = Mean(-1.0, shares=Shares(node))
+        shares = terms.sum_of_shares(Shares(node), logits)
+        every = call(aten.add.Tensor, call(aten.mul.Tensor, lse, shares), terms.mean(logits, mean))
+    if classes_read is None:
+        assert every is not None
+        total_loss = every if args["reduction"] == NONE else call(aten.sum.default, every)
+        total_loss = (
+            mean_of_sum(builder, total_loss, args, dtype_of_sums(dtype)) if args["reduction"] == MEAN else total_loss
+        )
+    else:
+        classes, ignored = terms.labels(classes_read)
+        assert ignored is not None
+        loss = call(aten.sub.Tensor, lse, terms.picked(logits, classes_read))
+        total_loss = reduced_loss(builder, {**args, "label_smoothing": smoothing}, loss, every, ignored, classes)
+    return builder.cast(total_loss, node.meta["val"].dtype)
 
 
-def _summed(
-    builder: Builder, head: Logits, args: dict[str, Any], operands: list[Any], ignored: fx.Node, classes: fx.Node
-) -> fx.Node:
-    """Writes a sum or a mean over rows of which this rank has all classes. operands: weight, x and bias"""
-    call, smoothing, (weight, x, bias) = builder.call, args.get("label_smoothing"), operands
-    counted = counted_rows(builder, ignored, own_weight(builder, args["weight"], classes), _sum_dtype(weight))
-    of_sum = of_class = counted
-    if smoothing:
-        # (1 - e) * loss of the class + e / classes * loss of every class, as torch.nn.CrossEntropyLoss documents it.
-        part, rows = smoothing / weight.meta["val"].shape[0], counted_rows(builder, ignored, None, _sum_dtype(weight))
-        total, logits = weighted_sum(builder, weight, x, bias, head.scale, args["weight"])
-        of_class = call(aten.mul.Tensor, counted, 1 - smoothing)
-        of_sum = call(aten.add.Tensor, of_class, call(aten.mul.Tensor, call(aten.mul.Tensor, rows, total), part))
-    loss = call(linear_loss_sum, weight, x, classes, of_sum, of_class, head.scale, head.cap, bias)
-    if smoothing:
-        every = call(aten.sum.default, call(aten.masked_fill.Scalar, logits, ignored, 0))
-        loss = call(aten.sub.Tensor, loss, call(aten.mul.Tensor, every, part))
-    return call(aten.div.Tensor, loss, call(aten.sum.default, counted)) if args["reduction"] == MEAN else loss
-
-
-def _sum_dtype(weight: fx.Node) -> torch.dtype:
-    return dtype_of_sums(weight.meta["val"].dtype)
+def _summed(terms: Terms, node: fx.Node, logits: Logits) -> fx.Node:
+    """Writes a sum or a mean over rows of which this rank has all classes."""
+    builder, call, args = terms.builder, terms.call, terms.builder.map(arguments_of(node))
+    weight, x, *_ = operands = terms.operands(logits)
+    dtype, of_all, of_total = dtype_of_sums(weight.meta["val"].dtype), None, None  # type: ignore[union-attr]
+    mean = Mean(-1.0, shares=Shares(node)) if has_shares(node) else None
+    if mean is not None:
+        of_all = terms.sum_of_shares(Shares(node), logits)
+    labels = labels_of(node)
+    if labels is None:
+        classes = terms.any_class(x)  # type: ignore[arg-type]
+        of_sum, of_total = of_all, call(aten.ones_like.default, of_all)
+        of_class = call(aten.zeros_like.default, of_all)
+    else:
+        classes, ignored = terms.labels(labels)  # type: ignore[assignment]
+        counted = counted_rows(builder, ignored, own_weight(builder, args["weight"], classes), dtype)  # type: ignore[arg-type]
+        of_sum = of_class = counted
+        if of_all is not None:
+            of_class, of_total = (
+                terms.times(counted, 1 - args["label_smoothing"]),
+                counted_rows(builder, ignored, None, dtype),
+            )  # type: ignore[arg-type]
+            of_sum = call(aten.add.Tensor, of_class, call(aten.mul.Tensor, of_total, of_all))
+    arguments = terms.mixed(logits, operands, mean)
+    arguments = without_defaults(arguments) if of_total is None else [*arguments, of_total]
+    loss = call(linear_loss_sum, weight, x, classes, of_sum, of_class, *arguments)
+    if args["reduction"] != MEAN:
+        return loss
+    return mean_of_sum(builder, loss, args, dtype)

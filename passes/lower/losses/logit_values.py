@@ -31,6 +31,7 @@ class Logits:
 
     Attributes:
         linear: the product.
+        added: products that are added, such as those of adapters, with factors.
         views: views of rows, which apply to the input of the head as well.
         detached: whether no gradient flows.
     """
@@ -42,6 +43,12 @@ class Logits:
     bounded: bool = False
     bias: fx.Node | None = None
     detached: bool = False
+    added: tuple[tuple[fx.Node, float], ...] = ()
+
+    @property
+    def linears(self) -> list[fx.Node]:
+        """All products."""
+        return [self.linear, *(linear for linear, _ in self.added)]
 
     @property
     def scale(self) -> float:
@@ -58,6 +65,18 @@ class Logits:
         if self.bounded:
             return replace(self, outer=self.outer * factor)
         return replace(self, inner=self.inner * factor)
+
+    def plus(self, other: Logits) -> Logits | None:
+        """Returns the logits of a head with the sum of both products, such as with an adapter; None for other sums."""
+        a, b = sorted((self, other), key=lambda logits: -logits.linear.args[1].meta["val"].shape[1])  # type: ignore[union-attr]
+        factor = b.inner / a.inner
+        is_product = not (a.bounded or b.bounded) and {*a.linears}.isdisjoint(b.linears)
+        if not is_product or (a.views, a.detached) != (b.views, b.detached) or (b.bias is not None and factor != 1):
+            return None
+        if a.bias is not None and b.bias is not None:
+            return None
+        added = (*a.added, (b.linear, factor), *((linear, number * factor) for linear, number in b.added))
+        return replace(a, added=added, bias=a.bias or b.bias)
 
 
 @dataclass(frozen=True)
@@ -130,10 +149,20 @@ class Exp:
 
 
 @dataclass(frozen=True)
-class WeightedValue:
-    """Probabilities times another value."""
+class Shares:
+    """A tensor of the model with a number for each class, perhaps of each row: [v] or [* v].
 
-    probabilities: Exp
+    node: the tensor; or a loss, whose shares follow from its target, its weights and its smoothing.
+    """
+
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class WeightedValue:
+    """Probabilities, or other numbers of classes, times another value."""
+
+    probabilities: Exp | Shares
     of: Affine
 
     def times(self, factor: float) -> WeightedValue:
@@ -152,7 +181,7 @@ class RowReader:
         name: "loss", "pick", "lse", "sum" or "argmax".
         value: what it reads.
         keeps_dim: whether the result has a dimension of length 1 in place of the classes.
-        divisor: "" or "classes", "all": by what a sum is divided for a mean; "rows" is no such mean.
+        divisor: "" or "classes", "rows", "all": by what a sum is divided for a mean.
         over_rows: whether rows are added up, too.
     """
 
@@ -165,7 +194,7 @@ class RowReader:
 
 def read(node: fx.Node, values: dict[fx.Node, Value]) -> Value | RowReader | None:
     """Returns what an operator makes of values; None if it is not known without their elements."""
-    rule = _loss if has(node.target, Trait.CLASS_LOSS) else RULES.get(node.target, _same)
+    rule: Any = _loss if has(node.target, Trait.CLASS_LOSS) else RULES.get(node.target, _same)
     if rule in TWO:
         return rule(node, values)
     operand = values.get(node.args[0]) if node.args else None  # type: ignore[arg-type]
@@ -198,6 +227,9 @@ def _same(node: fx.Node, value: Value) -> Value | None:
     """Returns what an operator makes that changes the dtype, or where an element stands."""
     if isinstance(value, Affine):
         return _moved(node, value) or _viewed(node, value)
+    if isinstance(value, Exp):
+        exponent = _viewed(node, value.of)
+        return None if exponent is None else Exp(exponent)
     return value if has(node.target, Trait.SAME) and not has(node.target, Trait.NO_GRADIENT) else None
 
 
@@ -205,6 +237,8 @@ def _detached(node: fx.Node, value: Value) -> Value | None:
     if isinstance(value, Exp):
         return Exp(_without_gradient(value.of))
     if isinstance(value, WeightedValue):
+        if isinstance(value.probabilities, Shares):
+            return None
         return WeightedValue(Exp(_without_gradient(value.probabilities.of)), _without_gradient(value.of))
     return _without_gradient(value)
 
@@ -286,16 +320,6 @@ def _pick(node: fx.Node, value: Value) -> RowReader | None:
     return RowReader("pick", value, True) if picked else None
 
 
-def _loss(node: fx.Node, value: Value | None) -> RowReader | None:
-    args = arguments_of(node)
-    if not isinstance(value, Affine) or not (value.is_moved or args["self"].meta["val"].dim() == 2):
-        return None
-    logits = value.softmax_of if "label_smoothing" in args else value.logarithms_of
-    has_classes = not args["target"].meta["val"].is_floating_point()
-    is_mean_of_tanh = logits is not None and logits.bounded and args.get("label_smoothing")
-    return RowReader("loss", value) if logits is not None and has_classes and not is_mean_of_tanh else None
-
-
 def _moved(node: fx.Node, value: Affine) -> Affine | None:
     """Returns logits whose classes an operator moves to where a loss has them."""
     if not has(node.target, Trait.PERMUTE) or value.is_moved:
@@ -339,10 +363,12 @@ def _scale(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
     x, y = (values.get(n) if isinstance(n, fx.Node) else None for n in (a, b))
     if isinstance(b, int | float) and x is not None and b != 0:
         return None if isinstance(x, Exp) else x.times(float(b))
+    if isinstance(x, Affine) and not isinstance(y, Affine):
+        a, b, x, y = b, a, y, x
+    if isinstance(y, Affine) and not y.is_moved and x is None and _is_of_classes(a, b):
+        return WeightedValue(Shares(a), y)  # type: ignore[arg-type]
     if not _one_shape(a, b):
         return None
-    if isinstance(x, Affine) and isinstance(y, Exp):
-        x, y = y, x
     return WeightedValue(x, y) if isinstance(x, Exp) and isinstance(y, Affine) and not y.is_moved else None
 
 
@@ -354,6 +380,9 @@ def _add(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
     a, b = node.args
     x, y = values.get(a), values.get(b)  # type: ignore[arg-type]
     if isinstance(x, Affine) and isinstance(y, Affine):
+        total = x.logits.plus(y.logits) if x.logits is not None and y.logits is not None and sign == 1 else None
+        if total is not None and _one_shape(a, b) and not (x.is_moved or y.is_moved):
+            return Affine(((total, 1.0),))
         return x.plus(y, sign) if _one_shape(a, b) and x.is_moved == y.is_moved else None
     if not isinstance(x, Affine) or y is not None:
         return None
@@ -378,6 +407,30 @@ def _divergence(node: fx.Node, values: dict[fx.Node, Value]) -> Value | RowReade
     product = WeightedValue(target, target.of.plus(of, -1.0))
     divisor = {0: None, 1: "all", 2: ""}[args["reduction"]]
     return product if divisor is None else RowReader("sum", product, divisor=divisor, over_rows=True)
+
+
+def _loss(node: fx.Node, values: dict[fx.Node, Value]) -> RowReader | None:
+    """Returns a class loss: of classes or of probabilities, which a tensor or another head has."""
+    args = arguments_of(node)
+    value, target = values.get(args["self"]), values.get(args["target"])
+    if not isinstance(value, Affine) or not (value.is_moved or args["self"].meta["val"].dim() == 2):
+        return None
+    logits = value.softmax_of if "label_smoothing" in args else value.logarithms_of
+    if target is None:
+        return RowReader("loss", value) if logits is not None else None
+    if logits is None or not isinstance(target, Exp) or value.is_moved or args["weight"] or args["label_smoothing"]:
+        return None
+    logarithms = Affine(((logits, -1.0),), ((Lse(logits), 1.0),))
+    divisor, over_rows = {0: ("", False), 1: ("rows", True), 2: ("", True)}[args["reduction"]]
+    return RowReader("sum", WeightedValue(target, logarithms), divisor=divisor, over_rows=over_rows)
+
+
+def _is_of_classes(shares: Any, value: Any) -> bool:
+    """True for a tensor of real numbers with the shape of a value, or with one number for each class."""
+    given = shares.meta["val"] if isinstance(shares, fx.Node) else None
+    if not isinstance(given, torch.Tensor) or not given.is_floating_point():
+        return False
+    return _one_shape(shares, value) or _is_bias(shares, given.dtype, value.meta["val"].shape[-1])
 
 
 def _one_shape(a: Any, b: Any) -> bool:
@@ -411,7 +464,7 @@ RULES: dict[Any, Callable[[fx.Node, Any], Value | RowReader | None]] = {
     aten.sub.Tensor: _add,
     aten.kl_div.default: _divergence,
 }
-TWO = _scale, _add, _divergence
+TWO = _scale, _add, _divergence, _loss
 """Rules of operators of which each operand may be a value."""
 
 

@@ -12,10 +12,20 @@ from torch import fx
 from autotp.ops.losses.argmax import PLACES, linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms
 from autotp.passes.builder import Builder, dtype_of_sums
-from autotp.passes.lower.losses.logit_values import Affine, Exp, Logits, Lse, RowNumbers, RowReader, WeightedValue
-from autotp.passes.lower.losses.vocab_parallel_loss import legal_classes
+from autotp.passes.lower.losses.logit_values import (
+    Affine,
+    Exp,
+    Logits,
+    Lse,
+    RowNumbers,
+    RowReader,
+    Shares,
+    WeightedValue,
+)
+from autotp.passes.lower.losses.vocab_parallel_loss import legal_classes, shares_of_target
 from autotp.rules.call import arguments_of
-from autotp.rules.traits import draws, size_argument
+from autotp.rules.row import Trait
+from autotp.rules.traits import draws, has, size_argument
 
 aten = torch.ops.aten
 
@@ -30,11 +40,12 @@ class Classes:
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean of a sum of logits with probabilities: `own_part * logits + other_part * other`."""
+    """The sum over classes of probabilities, or of shares, times `own_part * logits + other_part * other`."""
 
     own_part: float
     other: Logits | None = None
     other_part: float = 0.0
+    shares: Shares | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,8 @@ def requests_of(node: fx.Node, reader: RowReader) -> list[TermRequest] | None:
     match reader.name:
         case "loss" | "pick":
             if reader.name == "loss":
-                return [TermRequest(value.softmax_of, labels_of(node))]  # type: ignore[union-attr, arg-type]
+                shares = Mean(-1.0, shares=Shares(node)) if has_shares(node) else None
+                return [TermRequest(value.softmax_of, labels_of(node), shares)]  # type: ignore[union-attr, arg-type]
             return [TermRequest(logits, labels_of(node)) for logits, _ in value.parts] + _of_rows(value)  # type: ignore[union-attr]
         case "lse":
             (logits, factor), *_ = value.parts  # type: ignore[union-attr]
@@ -60,8 +72,12 @@ def requests_of(node: fx.Node, reader: RowReader) -> list[TermRequest] | None:
         case "argmax":
             return []
     if isinstance(value, Affine):
-        return None if any(logits.bounded for logits, _ in value.parts) else _of_rows(value)  # No sum of a product.
-    exponent = value.of if isinstance(value, Exp) else value.probabilities.of
+        return [*(TermRequest(logits, mean=ALL) for logits, _ in value.parts), *_of_rows(value)]
+    if isinstance(value, WeightedValue) and isinstance(value.probabilities, Shares):
+        own = value.of.parts[0][0]
+        mean = mean_of(own, value.of, value.probabilities)
+        return None if mean is None else [TermRequest(own, mean=mean), *_of_rows(value.of)]
+    exponent = value.of if isinstance(value, Exp) else value.probabilities.of  # type: ignore[union-attr]
     if len(exponent.parts) != 1:
         return None
     own = _times(*exponent.parts[0])
@@ -72,19 +88,37 @@ def requests_of(node: fx.Node, reader: RowReader) -> list[TermRequest] | None:
     return None if mean is None else [TermRequest(own, mean=mean), *more, *_of_rows(value.of)]
 
 
-def labels_of(node: fx.Node) -> Classes:
-    """Returns the classes that a loss or a `gather` reads."""
+ALL = Mean(1.0, shares=Shares(None))  # type: ignore[arg-type]
+"""The sum of logits over all classes."""
+
+
+def is_soft(node: fx.Node) -> bool:
+    """True for a loss whose target are probabilities."""
+    target = arguments_of(node).get("target")
+    return target is not None and target.meta["val"].is_floating_point()
+
+
+def has_shares(node: fx.Node) -> bool:
+    """True for a loss that reads the logits of every class."""
+    return is_soft(node) or bool(arguments_of(node).get("label_smoothing"))
+
+
+def labels_of(node: fx.Node) -> Classes | None:
+    """Returns the classes that a loss or a `gather` reads; None for probabilities."""
     args = arguments_of(node)
+    if is_soft(node):
+        return None
     return Classes(args["index"], None) if "index" in args else Classes(args["target"], args["ignore_index"])
 
 
-def mean_of(own: Logits, value: Affine) -> Mean | None:
-    """Returns the mean of a value with probabilities of logits; None if it is of more than two heads."""
+def mean_of(own: Logits, value: Affine, shares: Shares | None = None) -> Mean | None:
+    """Returns the mean of a value with probabilities of logits, or with shares; None for more than two heads."""
     others = [(logits, number) for logits, number in value.parts if logits != own]
     own_part = sum(number for logits, number in value.parts if logits == own)
     if len(others) > 1:
         return None
-    return Mean(own_part, *others[0]) if others else Mean(own_part) if own_part else None
+    other, other_part = others[0] if others else (None, 0.0)
+    return Mean(own_part, other, other_part, shares) if own_part or others else None
 
 
 def _of_rows(value: Any) -> list[TermRequest]:
@@ -110,9 +144,14 @@ class Terms:
         self.requests: dict[Logits, list[TermRequest]] = {}
         for request in (request for of_reader in requests.values() for request in of_reader):
             self.requests.setdefault(request.logits, []).append(request)
+        for request in (request for of_logits in [*self.requests.values()] for request in of_logits):
+            # One operator has the terms of both, of which some are detached.
+            if request.logits.detached and (live := replace(request.logits, detached=False)) in self.requests:
+                self.requests[live].append(replace(request, logits=live))
         self.inputs: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
         self.made: dict[Logits, list[tuple[TermRequest, fx.Node]]] = {}
         self.of_others: dict[Logits, fx.Node] = {}
+        self.shares_made: dict[Shares, fx.Node] = {}
         self.classes: dict[Classes, tuple[fx.Node, fx.Node | None]] = {}
 
     # ---- operands
@@ -127,14 +166,48 @@ class Terms:
                 self.inputs[linear, views] = self.builder.env[linear.args[0]]  # type: ignore[index]
         return self.inputs[linear, views]
 
-    def operands(self, logits: Logits) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-        """Returns weight, input and bias of a head; without a gradient if the logits have none."""
-        linear, bias = logits.linear, logits.bias
-        own = [self.builder.env[linear.args[1]], self.input_of(linear, logits.views)]  # type: ignore[index]
-        own += [self.builder.env[bias]] if bias is not None else []
+    def operands(self, logits: Logits) -> list[fx.Node | None]:
+        """Returns weight, input, bias and what is added of a head; without a gradient if the logits have none."""
+        weight, x = self._product(logits.linear, logits, 1.0)
+        bias = None if logits.bias is None else self.builder.env[logits.bias]
+        added = [self._product(linear, logits, number) for linear, number in logits.added]
+        low = [
+            each[0] if len(each) == 1 else self.call(aten.cat.default, list(each), -1)
+            for each in zip(*added, strict=True)
+        ]
+        own = [weight, x, bias, *(low or (None, None))]
         if logits.detached:
-            own = [self.call(aten.detach.default, operand) for operand in own]
-        return own[0], own[1], own[2] if bias is not None else None
+            own = [None if operand is None else self.call(aten.detach.default, operand) for operand in own]
+        return own
+
+    def _product(self, linear: fx.Node, logits: Logits, number: float) -> tuple[fx.Node, fx.Node]:
+        """Returns the weight and the input of a product, times a number."""
+        return self.builder.env[linear.args[1]], self.times(self.input_of(linear, logits.views), number)  # type: ignore[index]
+
+    def shares(self, shares: Shares, logits: Logits) -> fx.Node:
+        """Returns a number for each class, perhaps of each row: [v] or [* v]"""
+        if shares not in self.shares_made:
+            self.shares_made[shares] = self._new_shares(shares.node, logits)
+        return self.shares_made[shares]
+
+    def _new_shares(self, node: fx.Node | None, logits: Logits) -> fx.Node:
+        call, weight = self.call, self.builder.env[logits.linear.args[1]]  # type: ignore[index]
+        dtype, classes = dtype_of_sums(weight.meta["val"].dtype), weight.meta["val"].shape[0]
+        if node is not None and not has(node.target, Trait.CLASS_LOSS):
+            return self.builder.env[node]
+        args = {} if node is None else self.builder.map(arguments_of(node))
+        if node is not None and is_soft(node):
+            n, target = args["target"].meta["val"].dim(), args["target"]
+            target = target if n < 3 else call(aten.permute.default, target, [0, *range(2, n), 1])
+            return shares_of_target(self.builder, args, self.builder.cast(target, dtype), -1)
+        shares = call(aten.ones_like.default, call(aten.select.int, weight, 1, 0), dtype=dtype)
+        if node is not None:
+            shares = self.times(shares, args["label_smoothing"] / classes)
+        return shares if args.get("weight") is None else call(aten.mul.Tensor, shares, args["weight"])
+
+    def sum_of_shares(self, shares: Shares, logits: Logits) -> fx.Node:
+        """Returns the sum of shares over classes: [] or [*]"""
+        return self.call(aten.sum.dim_IntList, self.shares(shares, logits), [-1])
 
     def labels(self, classes: Classes) -> tuple[fx.Node, fx.Node | None]:
         """Returns the class of each row, and the mask of ignored rows of a loss."""
@@ -160,9 +233,7 @@ class Terms:
     def mean(self, logits: Logits, mean: Mean) -> fx.Node:
         """Returns a mean over classes: [*]"""
         request = TermRequest(logits, mean=mean)
-        lse = self._term(request, 0)
-        parts = (self.call(aten.sub.Tensor, self._term(request, i), lse) for i in (2, 3))
-        return self.call(aten.sub.Tensor, *(self.call(aten.exp.default, part) for part in parts))
+        return self._term(request, 2)
 
     def of_rows(self, value: Affine) -> fx.Node | None:
         """Returns the part of a value that is the same for all classes: [*]; None if there is none."""
@@ -189,14 +260,15 @@ class Terms:
 
     def _term(self, request: TermRequest, place: int) -> fx.Node:
         live = replace(request.logits, detached=False)
-        if request.mean is None and request.logits != live and live in self.requests:
+        has_other = request.mean is not None and request.mean.other is not None
+        if request.logits != live and live in self.requests and not has_other:
             return self.call(aten.detach.default, self._term(replace(request, logits=live), place))
         if request == TermRequest(request.logits) and request.logits in self.of_others:
-            return self.call(aten.select.int, self.of_others[request.logits], 0, 4)
+            return self.call(aten.select.int, self.of_others[request.logits], 0, 3)
         return self.call(aten.select.int, self.terms(request), 0, place)
 
     def terms(self, request: TermRequest) -> fx.Node:
-        """Returns the terms of logits, with at least what is requested: [2 *], [4 *] or [5 *]"""
+        """Returns the terms of logits, with at least what is requested: [2 *], [3 *] or [4 *]"""
         made = self.made.setdefault(request.logits, [])
         for known, terms in made:
             if request.classes in (None, known.classes) and request.mean in (None, known.mean):
@@ -214,7 +286,16 @@ class Terms:
         """True if the new graph has what these classes, or the other head of a mean, are made of."""
         if isinstance(known, Classes):
             return self._copy_labels(known.index)
-        return known.other is None or (known.other.linear, known.other.views) in self.inputs
+        node, other = known.shares and known.shares.node, known.other
+        has_shares = node is None or all(n in self.builder.env for n in self._operands_of(node))
+        return has_shares and (other is None or all((linear, other.views) in self.inputs for linear in other.linears))
+
+    def _operands_of(self, node: fx.Node) -> list[fx.Node]:
+        """Returns what shares are made of, but logits."""
+        if not has(node.target, Trait.CLASS_LOSS):
+            return [node]
+        args = arguments_of(node)
+        return [n for n in (args["target"], args["weight"]) if isinstance(n, fx.Node)]
 
     def _copy_labels(self, index: fx.Node) -> bool:
         """Copies what classes are computed of, if these are whole numbers; returns whether the new graph has them.
@@ -234,18 +315,23 @@ class Terms:
         return True
 
     def _new_terms(self, logits: Logits, classes: Classes | None, mean: Mean | None) -> fx.Node:
-        weight, x, bias = self.operands(logits)
-        more: list[Any] = []
-        if mean is not None:
-            more = [mean.own_part, mean.other_part]
-            if mean.other is not None:
-                weight2, x2, bias2 = self.operands(mean.other)
-                more += [weight2, x2, mean.other.scale, mean.other.cap, bias2]
-        labels = self.labels(classes)[0] if classes is not None else self._any_class(x)
-        size = weight.meta["val"].shape[0]
-        return self.call(linear_class_terms, weight, x, labels, 0, size, logits.scale, logits.cap, bias, *more)
+        weight, x, *_ = operands = self.operands(logits)
+        labels = self.labels(classes)[0] if classes is not None else self.any_class(x)  # type: ignore[arg-type]
+        size = weight.meta["val"].shape[0]  # type: ignore[union-attr]
+        arguments = self.mixed(logits, operands, mean)
+        return self.call(linear_class_terms, weight, x, labels, 0, size, *without_defaults(arguments))
 
-    def _any_class(self, x: fx.Node) -> fx.Node:
+    def mixed(self, logits: Logits, operands: list[fx.Node | None], mean: Mean | None) -> list[Any]:
+        """Returns the arguments of `linear_class_terms` from `scale` on."""
+        own_part, other, other_part, shares = (0.0, None, 0.0, None) if mean is None else vars(mean).values()
+        others = [None] * 5 if other is None else self.operands(other)
+        scales = (1.0, 0.0) if other is None else (other.scale, other.cap)
+        share = None if shares is None else self.shares(shares, logits)
+        _, _, bias, *low = operands
+        parts = own_part, other_part, *others[:2], *scales, others[2]
+        return [logits.scale, logits.cap, bias, *parts, share, *low, *others[3:]]
+
+    def any_class(self, x: fx.Node) -> fx.Node:
         column = self.call(aten.select.int, x, -1, 0)
         return self.call(aten.zeros_like.default, column, dtype=torch.int64)
 
@@ -287,9 +373,19 @@ def read_rows(terms: Terms, node: fx.Node, reader: RowReader) -> fx.Node:
     return call(aten.unsqueeze.default, total, -1) if reader.keeps_dim else total
 
 
+def without_defaults(arguments: list[Any]) -> list[Any]:
+    """Returns the arguments of `linear_class_terms` from `scale` on, up to the last one that is no default."""
+    defaults = [1.0, 0.0, None, 0.0, 0.0, None, None, 1.0, 0.0, *[None] * 6]
+    number = max(
+        (i + 1 for i, (x, y) in enumerate(zip(arguments, defaults, strict=False)) if x is not y and x != y), default=0
+    )
+    return arguments[: max(number, 3)]
+
+
 def _argmax(terms: Terms, logits: Logits) -> fx.Node:
-    weight, x, bias = terms.operands(logits)
-    key = terms.call(linear_argmax_key, weight, x, 0, logits.scale, logits.cap, bias)
+    weight, x, bias, *low = terms.operands(logits)
+    low = low if low[0] is not None else []
+    key = terms.call(linear_argmax_key, weight, x, 0, logits.scale, logits.cap, bias, *low)
     return place_in_graph(terms.builder, key)
 
 
@@ -307,17 +403,22 @@ def _sum(terms: Terms, reader: RowReader) -> fx.Node:
             classes = value.parts[0][0].linear.meta["val"].shape[-1]
         case Exp():
             total, classes = _probability(terms, value), value.of.parts[0][0].linear.meta["val"].shape[-1]
-        case WeightedValue():
-            exponent = value.probabilities.of
+        case WeightedValue(Shares() as shares):
+            own = value.of.parts[0][0]
+            classes = own.linear.meta["val"].shape[-1]
+            total = terms.mean(own, mean_of(own, value.of, shares))  # type: ignore[arg-type]
+            if (rows := terms.of_rows(value.of)) is not None:
+                total = terms.plus(total, call(aten.mul.Tensor, rows, terms.sum_of_shares(shares, own)))
+        case WeightedValue(Exp(exponent)):
             own, classes = _times(*exponent.parts[0]), exponent.parts[0][0].linear.meta["val"].shape[-1]
             mean = mean_of(own, value.of)
             assert mean is not None
             sums = terms.plus(terms.mean(own, mean), terms.of_rows(value.of))
-            probability = _probability(terms, value.probabilities)
+            probability = _probability(terms, value.probabilities)  # type: ignore[arg-type]
             total = sums if probability is None else call(aten.mul.Tensor, sums, probability)
     if total is None:
         total = call(aten.ones_like.default, terms.lse(_times(*value.of.parts[0])))  # type: ignore[union-attr]
-    divisor: list[Any] = [classes] if reader.divisor else []
+    divisor: list[Any] = [classes] if reader.divisor in ("classes", "all") else []
     if reader.over_rows:
         dims = range(total.meta["val"].dim()) if reader.divisor else ()
         divisor += [builder.size(total, dim) for dim in dims]
@@ -339,24 +440,6 @@ def _probability(terms: Terms, value: Exp) -> fx.Node | None:
 def _sum_of_logits(terms: Terms, value: Affine) -> fx.Node | None:
     total, rows = None, terms.of_rows(value)
     for logits, number in value.parts:
-        _, sums = weighted_sum(terms.builder, *terms.operands(logits), logits.scale, None)
-        total = terms.plus(total, terms.times(sums, number))
+        total = terms.plus(total, terms.times(terms.mean(logits, ALL), number))
     size = value.parts[0][0].linear.meta["val"].shape[-1]
     return terms.plus(total, None if rows is None else terms.times(rows, size))
-
-
-def weighted_sum(
-    builder: Builder, weight: fx.Node, x: fx.Node, bias: fx.Node | None, scale: float, each: fx.Node | None
-) -> tuple[Any, fx.Node]:
-    """Returns the sum over classes of `each`, and of `each * logits` for each row: a product with one vector."""
-    call, total = builder.call, weight.meta["val"].shape[0]
-    if each is None:
-        column = call(aten.sum.dim_IntList, weight, [0])
-    else:
-        total = call(aten.sum.default, each)
-        column = call(aten.matmul.default, builder.cast(each, weight.meta["val"].dtype), weight)
-    logits = builder.cast(call(aten.matmul.default, x, column), dtype_of_sums(weight.meta["val"].dtype))
-    if bias is not None:
-        constant = call(aten.sum.default, bias if each is None else call(aten.mul.Tensor, bias, each))
-        logits = call(aten.add.Tensor, logits, constant)
-    return total, call(aten.mul.Tensor, logits, scale)

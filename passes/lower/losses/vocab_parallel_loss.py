@@ -18,7 +18,7 @@ from autotp.ops.losses.cross_entropy import class_terms, peak
 from autotp.passes.builder import Builder
 
 aten = torch.ops.aten
-MEAN, SUM = 1, 2
+NONE, MEAN, SUM = 0, 1, 2
 
 
 def cross_entropy(builder: Builder, args: dict[str, Any]) -> fx.Node:
@@ -27,6 +27,8 @@ def cross_entropy(builder: Builder, args: dict[str, Any]) -> fx.Node:
     top = call(peak, x, dim)
     # With a maximum in float32, differences and sums of 16-bit logits are in float32, too.
     top = builder.cast(top, torch.promote_types(top.meta["val"].dtype, torch.float32))
+    if args["target"].meta["val"].is_floating_point():
+        return builder.cast(_of_probabilities(builder, args, call(aten.sub.Tensor, x, top), dim), x.meta["val"].dtype)
     ignored, classes = legal_classes(builder, args)
     terms = call(class_terms, x, top, classes, dim, 0, builder.size(x, dim))
     lse = call(aten.log.default, call(aten.select.int, terms, 0, 0))
@@ -37,6 +39,43 @@ def cross_entropy(builder: Builder, args: dict[str, Any]) -> fx.Node:
         smooth = call(aten.mul.Tensor, every, args["label_smoothing"])
         smooth = call(aten.div.Tensor, smooth, builder.size(x, dim))
     return builder.cast(reduced_loss(builder, args, loss, smooth, ignored, classes), x.meta["val"].dtype)
+
+
+def _of_probabilities(builder: Builder, args: dict[str, Any], z: fx.Node, dim: int) -> fx.Node:
+    """Returns the cross-entropy of logits with probabilities as the target. z: logits minus the greatest of a row"""
+    call, dtype = builder.call, z.meta["val"].dtype
+    lse = call(aten.log.default, call(aten.sum.dim_IntList, call(aten.exp.default, z), [dim]))
+    shares = shares_of_target(builder, args, builder.cast(args["target"], dtype), dim)
+    every = call(aten.mul.Tensor, lse, call(aten.sum.dim_IntList, shares, [dim]))
+    loss = call(aten.sub.Tensor, every, call(aten.sum.dim_IntList, call(aten.mul.Tensor, shares, z), [dim]))
+    total = loss if args["reduction"] == NONE else call(aten.sum.default, loss)
+    return mean_of_sum(builder, total, args, dtype) if args["reduction"] == MEAN else total
+
+
+def shares_of_target(builder: Builder, args: dict[str, Any], target: fx.Node, dim: int) -> fx.Node:
+    """Returns how much `-log p` of each class counts, where the target are probabilities. dim: that of the classes"""
+    call, smoothing, shape = builder.call, args["label_smoothing"], target.meta["val"].shape
+    if smoothing:
+        # (1 - e) * loss of the target + e / classes * loss of every class, as torch.nn.CrossEntropyLoss documents it.
+        target = call(aten.mul.Tensor, target, 1 - smoothing)
+        every = call(aten.div.Tensor, call(aten.full_like.default, target, smoothing), builder.size(target, dim))
+        target = call(aten.add.Tensor, target, every)
+    if args["weight"] is None:
+        return target
+    after = len(shape) - 1 - dim % len(shape)
+    weight = call(aten.view.default, args["weight"], [-1] + [1] * after) if after else args["weight"]
+    return call(aten.mul.Tensor, target, weight)
+
+
+def mean_of_sum(builder: Builder, total: fx.Node, args: dict[str, Any], dtype: torch.dtype) -> fx.Node:
+    """Returns a class loss's mean, of its sum: by the rows, or by the weights of targets that are not ignored."""
+    target = args["target"]
+    if not target.meta["val"].is_floating_point():
+        return builder.call(aten.div.Tensor, total, count(builder, args, dtype))
+    dims = [d for d in range(target.meta["val"].dim()) if d != _class_dim(args)]
+    for d in dims:
+        total = builder.call(aten.div.Tensor, total, builder.size(target, d))
+    return total
 
 
 def nll(builder: Builder, args: dict[str, Any]) -> fx.Node:

@@ -91,6 +91,16 @@ def reverse(z: Tensor, labels: Tensor, t: Tensor) -> Tensor:
     return (ours.exp() * (ours - theirs)).sum(-1).mean() + F.cross_entropy(z.flatten(0, 1), labels.flatten())
 
 
+def soft_targets(z: Tensor, labels: Tensor, t: Tensor) -> Tensor:
+    """As written by hand, with a number for each class."""
+    weights = torch.linspace(0, 1, CLASSES, dtype=z.dtype)
+    return -(weights * z.log_softmax(-1)).sum(-1).mean() + (z * weights).sum(-1).square().mean()
+
+
+def cross_entropy_of_heads(z: Tensor, labels: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(z.flatten(0, 1), t.softmax(-1).flatten(0, 1))
+
+
 def distillation(z: Tensor, labels: Tensor, t: Tensor) -> Tensor:
     return -(t.softmax(-1) * z.log_softmax(-1)).sum(-1).mean()
 
@@ -102,15 +112,19 @@ READERS: dict[str, Callable[..., Tensor]] = {
     "z_loss": z_loss, "measured": measured, "divergence": divergence(reduction="batchmean"),
     "divergence_of_logarithms": divergence(reduction="sum", log_target=True),
     "rows_of_divergence": rows_of_divergence, "reverse": reverse, "distillation": distillation,
+    "cross_entropy_of_heads": cross_entropy_of_heads,
 }  # fmt: skip
 MORE = {
+    "soft_targets": soft_targets,
     "squares": lambda z, labels, t: z.log_softmax(-1).square().mean(),
     "two classes": lambda z, labels, t: (
         z.log_softmax(-1).gather(-1, labels.clamp(0)[..., None].expand(-1, -1, 2)).sum()
     ),
     "masked": lambda z, labels, t: z.masked_fill(z < 0, -1).logsumexp(-1).sum(),
 }
-OF_TEACHER = {name for name in READERS if "diver" in name} | {"preference", "reverse", "distillation"}
+OF_TEACHER = {name for name in READERS if "diver" in name} | {
+    "preference", "reverse", "distillation", "cross_entropy_of_heads",
+}  # fmt: skip
 
 
 class Student(nn.Module):
@@ -152,10 +166,18 @@ def test_logits_are_never_whole_and_all_is_equal_to_one_device(name: str, tp: in
     assert report.ok and report.computed and report.worst.error < 1e-10, str(report)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_shares_of_classes_that_the_model_computes(tp: int) -> None:
+    model = student("soft_targets")
+    assert fused(model, tp) == ["linear_class_terms"]
+    report = autotp.verify(model, tp=tp, example_inputs=(WORD_ROWS, LABELS))
+    assert report.ok and report.computed and report.worst.error < 1e-10, str(report)
+
+
 def test_ranks_exchange_the_terms_of_all_rows_once() -> None:
     graph = first_graph(student("policy"), 2)
     reductions = [node for node in graph.nodes if node.target is collectives.reduce]
-    assert [node.args[2:] for node in reductions] == [(), (), ("logsumexp",)]
+    assert [node.args[2:] for node in reductions] == [(), (), ("logsumexp_mean",)]
 
 
 @pytest.mark.parametrize("name", ["squares", "two classes", "masked"])
