@@ -89,11 +89,12 @@ def is_any_mean(node: fx.Node) -> bool:
 
 
 def with_counts(
-    graph: fx.Graph, loss: fx.Node, rows: Collection[Any], names: Collection[Name]
+    graph: fx.Graph, loss: fx.Node, inputs: Sequence[str], rows: Collection[Any], names: Collection[Name]
 ) -> tuple[fx.Graph, fx.Node, frozenset[fx.Node], frozenset[Name]]:
     """Returns the graph with tensors for the numbers of rows, or of places, that a value without rows is divided by.
 
     Args:
+        inputs: the names of the inputs that are a batch.
         rows: the symbols of the number of rows; none for one row.
         names: of one row, the names of the operators that read such numbers in the graph of two.
 
@@ -107,6 +108,7 @@ def with_counts(
     ]
     if not readers:
         return graph, loss, frozenset(), frozenset()
+    first = next(node for node in graph.nodes if node.name == inputs[0])
     builder, by_node, counts = Builder(fake_mode_of(graph)), dict(readers), set[fx.Node]()
     for node in graph.nodes:
         builder.origin = node
@@ -119,6 +121,9 @@ def with_counts(
             dtype = dtype_of_sums(node.meta["val"].dtype)
             with builder.graph.inserting_before(copy):
                 count = builder.call(aten.full.default, [], number, dtype=dtype)
+                if not rows:  # The number is that of one row, and a replica counts all of its rows.
+                    size = builder.call(aten.sym_size.int, builder.env[first], 0)
+                    count = builder.call(aten.mul.Tensor, count, size)
             counts.add(count)
             copy.args = (x, count, *rest)
     return builder.graph, builder.env[loss], frozenset(counts), frozenset(by_node.values())
