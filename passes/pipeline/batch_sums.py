@@ -33,8 +33,6 @@ aten = torch.ops.aten
 Name = tuple[str, str, int]
 MEAN = 1
 """The number of the reduction "mean" among the arguments of a loss."""
-ARITHMETIC = (aten.div.Tensor, aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor)
-ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,9 @@ def with_counts(
     readers = [
         (node, name)
         for node, name in _named(graph)
-        if node.target in ARITHMETIC and not _is_tensor(node.args[1]) and (name in names or _reads_count(node, rows))
+        if has(node.target, Trait.SUM | Trait.SCALE)
+        and not _is_tensor(node.args[1])
+        and (name in names or _reads_count(node, rows))
     ]
     if not readers:
         return graph, loss, frozenset(), frozenset()
@@ -240,7 +240,7 @@ def is_zero(value: Any) -> bool:
     if not isinstance(value, fx.Node):
         return type(value) in (int, float) and value == 0
     full = value.target is aten.full.default and type(value.args[1]) in (int, float)
-    return value.target in ZEROS or (full and bool(value.args[1] == 0))
+    return has(value.target, Trait.ZEROS) or (full and bool(value.args[1] == 0))
 
 
 def function_of_sums(
