@@ -64,14 +64,14 @@ class Pattern:
         split: its graphs.
         geometries: number -> where the tensor lies in its memory, or behind the start of an input or output; None if
             it is all of it.
-        held: for each held value its way, the number of its memory, and where it lies there.
+        read_values: for each value that parts read its policy, the number of its memory, and where it lies there.
         blanks: the tensors with any values that parts read, and whether they have a gradient.
         readers: number of a memory that is kept in another form -> how many tensors backward reads in it.
     """
 
     split: Split
     geometries: tuple[Geometry | None, ...]
-    held: tuple[tuple[str, int, Geometry] | None, ...]
+    read_values: tuple[tuple[str, int, Geometry] | None, ...]
     blanks: tuple[tuple[Geometry, bool], ...]
     readers: dict[int, int]
 
@@ -89,14 +89,16 @@ def pattern_of(split: Split, run: SavingRun) -> Pattern:
         geometries.append(None if whole and placed else x.geometry._replace(offset=x.geometry.offset - start))
         if source is not None and source[0] == "store":
             readers[x.memory] += 1
-    stored = {x.memory: way for x, way in zip(saved, split.ways, strict=True) if way in ("host", "bits")}
-    held = list[tuple[str, int, Geometry] | None]()
-    for node in split.held:
+    stored = {x.memory: policy for x, policy in zip(saved, split.policies, strict=True) if policy in ("host", "bits")}
+    read_values = list[tuple[str, int, Geometry] | None]()
+    for node in split.read_values:
         memory = run.memories.get(node.name, -1)
-        held.append((stored[memory], memory, run.geometries[node.name]) if memory in stored else None)
+        read_values.append((stored[memory], memory, run.geometries[node.name]) if memory in stored else None)
         readers[memory] += memory in stored
     blanks = tuple((run.geometries[name], name in run.learns) for name in split.blanks)
-    return Pattern(split=split, geometries=tuple(geometries), held=tuple(held), blanks=blanks, readers=dict(readers))
+    return Pattern(
+        split=split, geometries=tuple(geometries), read_values=tuple(read_values), blanks=blanks, readers=dict(readers)
+    )
 
 
 class KeptCall:
@@ -121,8 +123,8 @@ class KeptCall:
         self.autocast = ambient_everywhere()
         self.numbers, self.is_open = count(), False
         self.states: list[Tensor] = []
-        self.held: tuple[Any, ...] = ()
-        self.held_versions: list[int] = []
+        self.read_values: tuple[Any, ...] = ()
+        self.read_versions: list[int] = []
         self.values: list[Tensor | None] = [None] * len(split.sources)
         self.runs = [NO_RUN] * len(split.parts)
         self.stores: dict[int, Store] = {}
@@ -152,13 +154,13 @@ class KeptCall:
     def pack(self, x: Tensor) -> Any:
         """Returns what autograd gets in place of a tensor: a number, or the tensor with its version."""
         number, split = next(self.numbers), self.pattern.split
-        way = split.ways[number] if number < len(split.ways) else "kept"
-        if way == "kept":
+        policy = split.policies[number] if number < len(split.policies) else "kept"
+        if policy == "kept":
             return self.kept(x)
-        if way in ("host", "bits"):
+        if policy in ("host", "bits"):
             source = split.sources[number]
             assert source is not None
-            self._store(way, source[1], x)
+            self._store(policy, source[1], x)
         return number
 
     def kept(self, x: Tensor) -> tuple[Any, int | None]:
@@ -166,10 +168,10 @@ class KeptCall:
         # Without its history: it may be the output of the operator whose memory of autograd has this tuple.
         return (x.detach(), x._version) if self.outer is None else (self.outer[0](x), None)
 
-    def _store(self, way: str, memory: int, x: Tensor) -> None:
+    def _store(self, policy: str, memory: int, x: Tensor) -> None:
         if memory in self.stores:
             return
-        if way == "host":
+        if policy == "host":
             self.stores[memory] = HostCopy(x)
             if self.before is _nothing:
                 self.before = _latest.get(self.device, _nothing)
@@ -177,7 +179,7 @@ class KeptCall:
         else:
             self.stores[memory] = STORES[x.dtype](x)
 
-    def end(self, held: Sequence[Any]) -> None:
+    def end(self, read_values: Sequence[Any]) -> None:
         """Holds what backward will read, at the end of forward.
 
         Raises:
@@ -185,22 +187,22 @@ class KeptCall:
         """
         expected = len(self.pattern.split.sources)
         # The numbers count from 0, so the next one is how many there were.
-        if (wanted := next(self.numbers)) != expected:
-            raise Error(f"a block keeps {wanted} tensors, and {expected} when it ran first", fix='recompute="none"')
-        kept = list[Any]()
-        for x, learns, place in zip(held, self.pattern.split.learns, self.pattern.held, strict=True):
+        if (number := next(self.numbers)) != expected:
+            raise Error(f"a block keeps {number} tensors, and {expected} when it ran first", fix='recompute="none"')
+        stored = list[Any]()
+        for x, learns, place in zip(read_values, self.pattern.split.learns, self.pattern.read_values, strict=True):
             if place is not None:
                 with torch.no_grad():
                     self._store(place[0], place[1], x.detach())
-                kept.append(None)
+                stored.append(None)
             else:
                 # Without its history, which has this call: memory of autograd in a circle would stay for ever.
-                kept.append(_apart(x, learns))
-        self.held = tuple(kept)
-        self.held_versions = _versions(self.held)
+                stored.append(_apart(x, learns))
+        self.read_values = tuple(stored)
+        self.read_versions = _versions(self.read_values)
         if self.outer is not None:
             self.inputs = {i: self._handed(arrived(x)) for i, x in self.inputs.items()}
-            self.held = tuple(map(self._handed, self.held))
+            self.read_values = tuple(map(self._handed, self.read_values))
 
     def _handed(self, x: Any) -> Any:
         """Returns what the hooks around the call have in place of a tensor."""
@@ -216,8 +218,8 @@ class KeptCall:
         if self.stores and (run != self.entered or run == NO_RUN):
             self._enter_backward(run)
         assert source is not None
-        kind, place = source
-        if kind == "part":
+        origin, place = source
+        if origin == "part":
             # In another backward (`retain_graph`), and for a tensor that was handed out before, the part runs again.
             if run != self.runs[place] or run == NO_RUN or self.values[packed] is None:
                 self._replay(self.pattern.split.parts[place])
@@ -225,7 +227,7 @@ class KeptCall:
             value, self.values[packed] = self.values[packed], None  # Its memory is free when backward has used it.
             assert value is not None
             return value
-        if kind == "store":
+        if origin == "store":
             geometry = self.pattern.geometries[packed]
             assert geometry is not None
             return tensor_at(self._flat(place, run), *geometry)
@@ -251,12 +253,12 @@ class KeptCall:
 
     def _flat(self, memory: int, run: int) -> Tensor:
         """Returns memory that was kept in another form; it stays until all tensors in it have been read."""
-        last, left, flat = self.flat.pop(memory, (NO_RUN, 0, None))
+        last, readers, flat = self.flat.pop(memory, (NO_RUN, 0, None))
         if flat is None or run != last or run == NO_RUN:
             with torch.no_grad():
-                left, flat = self.pattern.readers[memory], self.stores[memory].flat()
-        if left > 1 and run != NO_RUN:
-            self.flat[memory] = run, left - 1, flat
+                readers, flat = self.pattern.readers[memory], self.stores[memory].flat()
+        if readers > 1 and run != NO_RUN:
+            self.flat[memory] = run, readers - 1, flat
         return flat
 
     def _taken(self, x: Any) -> Any:
@@ -273,7 +275,7 @@ class KeptCall:
         if self.outer is not None:
             return
         inputs = [x._version for x in self.inputs.values() if isinstance(x, Tensor)]
-        if inputs != self.versions or _versions(self.held) != self.held_versions:
+        if inputs != self.versions or _versions(self.read_values) != self.read_versions:
             raise RuntimeError(CHANGED + "an input or a parameter of a block that backward computes again")
 
     def _replay(self, part: ReplayPart) -> None:
@@ -282,12 +284,12 @@ class KeptCall:
         saved: list[Tensor] = []
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad(), self._as_in_forward(part), recomputation():
             inputs = [self.inputs[i] for i in part.inputs]
-            held = [self._held(i) for i in part.held]
+            read_values = [self._read_value(i) for i in part.read_values]
             if self.outer is not None:
                 inputs = list(map(self._taken, inputs))
             push_hooks(saved.append, _never)
             try:
-                results = part.run(self, *inputs, *held)
+                results = part.run(self, *inputs, *read_values)
             finally:
                 pop_hooks()
         if len(saved) != len(part.by_hook):
@@ -310,10 +312,10 @@ class KeptCall:
         for number, x in zip(part.by_output, results, strict=True):
             self.values[number] = _at(x, self.pattern.geometries[number])
 
-    def _held(self, place: int) -> Any:
-        stored = self.pattern.held[place]
+    def _read_value(self, place: int) -> Any:
+        stored = self.pattern.read_values[place]
         if stored is None:
-            return self._taken(self.held[place])
+            return self._taken(self.read_values[place])
         flat = self._flat(stored[1], torch._C._current_graph_task_id())
         return tensor_at(flat, *stored[2]).requires_grad_(self.pattern.split.learns[place])
 

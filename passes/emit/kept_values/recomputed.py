@@ -78,10 +78,10 @@ class Recomputed(nn.Module):
             return self._first_run(key, args, device)
         call = KeptCall(pattern, args, device, outer)
         try:
-            result, held = pattern.split.forward(call, *args)
+            result, read_values = pattern.split.forward(call, *args)
         finally:
             call.leave()
-        call.end(held)
+        call.end(read_values)
         return result
 
     @property
@@ -146,12 +146,12 @@ class _FirstRun(SavingRun):
 
     def end(self, call: KeptCall) -> None:
         """Hands everything to a call, as it would have it from a later run."""
-        held = [self.env[node] for node in call.pattern.split.held]
+        read_values = [self.env[node] for node in call.pattern.split.read_values]
         hooked = set(call.pattern.split.saved)
         for i, cell in enumerate(self.cells):
             cell.packed = call.pack(cell.packed) if i in hooked else call.kept(cell.packed)
             cell.call = call
         call.states = [self.states[name] for name in call.pattern.split.states]
-        call.end(held)
+        call.end(read_values)
         # autograd has this object in its hooks for as long as the call.
         self.env, self.cells, self.states, self.args_iter = {}, [], {}, iter(())

@@ -9,7 +9,7 @@ the operators that must run again for some of these numbers. Two parts have no d
 when backward asks for its first number, and not before. An operator whose result nobody asks for is in no part.
 
 NOTE [What a part reads]
-A part reads inputs of the block, and outputs of kept operators: they are held until backward. A view is computed again.
+A part reads inputs of the block, and outputs of kept operators, which stay until backward. A view is computed again.
 What writes in place (a sum over ranks, an update of a cache) runs again exactly if the operator runs again that made
 the memory. An operator that draws random numbers gets the random state of forward, unless the one that drew before it
 is in the part as well.
@@ -36,7 +36,7 @@ from autotp.rules.traits import draws
 aten = torch.ops.aten
 MASKS = {aten.dropout.default, aten.native_dropout.default, fast_dropout, exact_dropout}
 """Operators that draw a mask for their first operand, and read only its sizes for that."""
-Way = Literal["kept", "input", "recompute", "mask", "host", "bits"]
+Policy = Literal["kept", "input", "recompute", "mask", "host", "bits"]
 """What happens with one saved tensor. mask: the operator that draws it runs again, on any operand."""
 Source = tuple[Literal["part", "input", "store"], int]
 """Where backward gets a number's tensor: the number of a part, the place of an input, or the number of a memory."""
@@ -47,9 +47,9 @@ class ReplayPart:
     """Operators that backward runs again together.
 
     Attributes:
-        run: runs their graph; it reads the call, `inputs` and `held`, and returns the values of `by_output`.
+        run: runs their graph; it reads the call, `inputs` and `read_values`, and returns the values of `by_output`.
         inputs: places among the inputs of the block.
-        held: places among the held values.
+        read_values: places among the values that parts read.
         by_hook: for each tensor that autograd saves in this graph, in order, its number; -1 for none.
         by_output: the numbers of tensors that lie in the memory of an output, in the order of the outputs.
         draws: whether it draws random numbers.
@@ -57,7 +57,7 @@ class ReplayPart:
 
     run: Callable[..., Any]
     inputs: tuple[int, ...]
-    held: tuple[int, ...]
+    read_values: tuple[int, ...]
     by_hook: tuple[int, ...]
     by_output: tuple[int, ...]
     draws: bool
@@ -68,27 +68,28 @@ class Split:
     """A block's graph for forward, and what backward runs again.
 
     Attributes:
-        forward: runs the graph; it reads the call and the block's inputs, and returns the result and the held values.
-        ways: for each tensor that autograd saves between `enter` and `leave`, in order, what happens with it.
+        forward: runs the graph; it reads the call and the block's inputs, and returns the result and the values that
+            parts read.
+        policies: for each tensor that autograd saves between `enter` and `leave`, in order, what happens with it.
         numbers_only: whether autograd gets a number for each of them.
         saved: the places of these tensors among all that autograd saves.
         sources: number -> where backward gets the tensor.
         parts: what runs again.
         inputs: the places of the inputs that must stay for this.
-        held: the nodes whose outputs are held.
+        read_values: the nodes whose outputs parts read.
         learns: for each of them whether it has a gradient.
         states: the names of operators before which forward notes the random state.
         blanks: the names of nodes whose place a tensor with any values takes.
     """
 
     forward: Callable[..., Any]
-    ways: tuple[Way, ...]
+    policies: tuple[Policy, ...]
     numbers_only: bool
     saved: tuple[int, ...]
     sources: tuple[Source | None, ...]
     parts: tuple[ReplayPart, ...]
     inputs: tuple[int, ...]
-    held: tuple[fx.Node, ...]
+    read_values: tuple[fx.Node, ...]
     learns: tuple[bool, ...]
     states: tuple[str, ...]
     blanks: tuple[str, ...]
@@ -136,7 +137,7 @@ def split_block(
 
 
 class _Splitting:
-    """What `split_block` knows of a block: the way of each saved tensor, and what can be read in backward."""
+    """What `split_block` knows of a block: the policy of each saved tensor, and what can be read in backward."""
 
     def __init__(self, module: fx.GraphModule, operators: Operators, run: SavingRun, fates: Fates) -> None:
         self.operators, self.run, self.fates = operators, run, fates
@@ -150,7 +151,7 @@ class _Splitting:
         for node in self.nodes:
             if self.maker(node) not in (None, node.name) and not operators.is_view(node):
                 self.writers.setdefault(str(self.maker(node)), []).append(node)
-        self.ways = [self._way(saved) for saved in run.saved]
+        self.policies = [self._policy(saved) for saved in run.saved]
 
     def maker(self, node: fx.Node) -> str | None:
         """Returns the name of the node that made the memory of a node's output; None for what is no tensor."""
@@ -159,15 +160,15 @@ class _Splitting:
     def _is_input(self, name: str | None) -> bool:
         return name is not None and self.by_name[name].op == "placeholder"
 
-    def _way(self, saved: SavedTensor) -> Way:
+    def _policy(self, saved: SavedTensor) -> Policy:
         fate, plain = saved.fate(self.fates), saved.index not in self.run.irregular
         node = self.by_name[saved.node]
         target = self.operators.by_name.get(node.name)
         if self._is_input(saved.origin):
-            same = plain and self.run.geometries[str(saved.origin)].dtype == saved.dtype
+            unchanged = plain and self.run.geometries[str(saved.origin)].dtype == saved.dtype
             # Several inputs in one memory may lie elsewhere in it at the next call: autograd keeps the right one.
-            same &= saved.memory not in self.run.shared
-            return "input" if same else "kept"
+            unchanged &= saved.memory not in self.run.shared
+            return "input" if unchanged else "kept"
         if fate == "bits" and saved.origin is None and target in MASKS and node in self.drawing:
             return "mask"
         if fate == "recompute" or (fate == "host" and plain and saved.bytes):
@@ -211,13 +212,13 @@ class _Splitting:
     def groups(self, ends_early: bool) -> list[set[fx.Node]]:
         """Returns the operators of each part: of dropped tensors that have a dropped value in common."""
         groups: list[set[fx.Node]] = []
-        for saved, way in zip(self.run.saved, self.ways, strict=True):
-            if way != "recompute":
+        for saved, policy in zip(self.run.saved, self.policies, strict=True):
+            if policy != "recompute":
                 continue
             provider = self.provider(saved)
             nodes = self.needed([self.by_name[saved.node] if provider is None else provider[0]])
-            own = {node for node in nodes if self.is_dropped(node) or node is self.by_name[saved.node]}
-            for group in [group for group in groups if group & own]:
+            dropped = {node for node in nodes if self.is_dropped(node) or node is self.by_name[saved.node]}
+            for group in [group for group in groups if group & dropped]:
                 groups.remove(group)
                 nodes |= group
             groups.append(nodes)
@@ -228,9 +229,13 @@ class _Splitting:
     def result(self, ends_early: bool) -> Split:
         """Returns the split."""
         groups = [(nodes, False) for nodes in self.groups(ends_early)]
-        masks = dict.fromkeys(t.node for t, way in zip(self.run.saved, self.ways, strict=True) if way == "mask")
+        masks = dict.fromkeys(
+            t.node for t, policy in zip(self.run.saved, self.policies, strict=True) if policy == "mask"
+        )
         groups += [({self.by_name[name]}, True) for name in masks]
-        hooked = {t.node for t, way in zip(self.run.saved, self.ways, strict=True) if way not in ("kept", "input")}
+        hooked = {
+            t.node for t, policy in zip(self.run.saved, self.policies, strict=True) if policy not in ("kept", "input")
+        }
         saved = [t for t in self.run.saved if t.node in hooked]
         numbers = {t.index: j for j, t in enumerate(saved)}
         sources: list[Source | None] = [self._source(t) for t in saved]
@@ -245,19 +250,20 @@ class _Splitting:
                 if j >= 0:
                     sources[j] = "part", len(parts) - 1
         inputs = {i for part in parts for i in part.inputs} | {s[1] for s in sources if s and s[0] == "input"}
-        held = builder.held
-        ways = tuple(self.ways[t.index] for t in saved)
+        read_values = builder.read_values
+        policies = tuple(self.policies[t.index] for t in saved)
         return Split(
-            forward=self._forward(hooked, states, held), ways=ways,
-            numbers_only=not {"kept", "host", "bits"} & set(ways),
+            forward=self._forward(hooked, states, read_values), policies=policies,
+            numbers_only=not {"kept", "host", "bits"} & set(policies),
             saved=tuple(t.index for t in saved), sources=tuple(sources), parts=tuple(parts),
-            inputs=tuple(sorted(inputs)), held=tuple(held), learns=tuple(n.name in self.run.learns for n in held),
+            inputs=tuple(sorted(inputs)), read_values=tuple(read_values),
+            learns=tuple(n.name in self.run.learns for n in read_values),
             states=tuple(node.name for node in states), blanks=tuple(builder.blanks),
         )  # fmt: skip
 
     def _source(self, saved: SavedTensor) -> Source | None:
         """Returns where backward gets a tensor that is in no part."""
-        match self.ways[saved.index]:
+        match self.policies[saved.index]:
             case "input":
                 return "input", self.places[self.by_name[str(saved.origin)]]
             case "host" | "bits":
@@ -272,7 +278,7 @@ class _Splitting:
                 yield node
             before = node
 
-    def _forward(self, hooked: set[str], states: list[fx.Node], held: list[fx.Node]) -> Callable[..., Any]:
+    def _forward(self, hooked: set[str], states: list[fx.Node], read_values: list[fx.Node]) -> Callable[..., Any]:
         graph, env, is_open = fx.Graph(), dict[fx.Node, fx.Node](), False
         call = graph.placeholder("call")
         saving = {t.node for t in self.run.saved}
@@ -291,16 +297,16 @@ class _Splitting:
         if is_open:
             graph.call_method("leave", (call,))
         result = fx.map_arg(self.nodes[-1].args[0], env.__getitem__)
-        graph.output((result, tuple(env[node] for node in held)))
+        graph.output((result, tuple(env[node] for node in read_values)))
         return fx.GraphModule(nn.Module(), graph).forward
 
 
 class _Parts:
-    """Makes the graphs of parts; `held` and `blanks` are what they read beside the inputs of the block, so far."""
+    """Makes the graphs of parts; `read_values` and `blanks` are what they read so far beside inputs of the block."""
 
     def __init__(self, of: _Splitting, numbers: Mapping[int, int], states: list[fx.Node]) -> None:
         self.of, self.numbers, self.states = of, numbers, states
-        self.held: list[fx.Node] = []
+        self.read_values: list[fx.Node] = []
         self.blanks: list[str] = []
 
     def part(self, nodes: set[fx.Node], on_any_operand: bool) -> ReplayPart:
@@ -312,8 +318,8 @@ class _Parts:
         call, env = graph.placeholder("call"), dict[fx.Node, fx.Node]()
         blanks = [node.all_input_nodes[0] for node in nodes if on_any_operand]
         inputs = [n for n in reads if n.op == "placeholder" and n not in blanks]
-        held = [n for n in reads if n.op != "placeholder" and n not in blanks]
-        env |= {n: graph.placeholder(n.name) for n in (*inputs, *held)}
+        read_values = [n for n in reads if n.op != "placeholder" and n not in blanks]
+        env |= {n: graph.placeholder(n.name) for n in (*inputs, *read_values)}
         for n in blanks:
             env[n] = graph.call_method("blank", (call, len(self.blanks)))
             self.blanks.append(n.name)
@@ -323,13 +329,13 @@ class _Parts:
             env[node] = graph.node_copy(node, env.__getitem__)
         by_output = self._by_output(nodes)
         graph.output(tuple(_item(graph, env[node], place) for node, place in by_output.values()))
-        self.held += [n for n in held if n not in self.held]
+        self.read_values += [n for n in read_values if n not in self.read_values]
         saved = [t for t in of.run.saved if of.by_name[t.node] in nodes]
-        wanted = ("mask" if on_any_operand else "recompute"), "input"
+        policies = ("mask" if on_any_operand else "recompute"), "input"
         return ReplayPart(
             run=fx.GraphModule(nn.Module(), graph).forward, inputs=tuple(of.places[n] for n in inputs),
-            held=tuple(map(self.held.index, held)),
-            by_hook=tuple(self.numbers.get(t.index, -1) if of.ways[t.index] in wanted else -1 for t in saved),
+            read_values=tuple(map(self.read_values.index, read_values)),
+            by_hook=tuple(self.numbers.get(t.index, -1) if of.policies[t.index] in policies else -1 for t in saved),
             by_output=tuple(by_output), draws=any(node in nodes for node in of.drawing),
         )  # fmt: skip
 
@@ -337,7 +343,7 @@ class _Parts:
         """Returns, by number, where the tensors lie that are saved by operators outside of a part."""
         providers = {}
         for saved in self.of.run.saved:
-            outside = self.of.by_name[saved.node] not in nodes and self.of.ways[saved.index] == "recompute"
+            outside = self.of.by_name[saved.node] not in nodes and self.of.policies[saved.index] == "recompute"
             provider = self.of.provider(saved) if outside else None
             if provider is not None and provider[0] in nodes:
                 providers[self.numbers[saved.index]] = provider
