@@ -78,7 +78,7 @@ def _under_budget(p: Program, site: Site, memory: int | str, graph: fx.Graph) ->
         Error: it does not fit.
     """
     seat, captured = site.seat, p.captured
-    held = held_tensors(p, graph, seat.rank)
+    sources = held_tensors(p, graph, seat.rank)
     fixed, learning = fixed_bytes(p, held_tensors(p, graph, 0), site.settings, seat.replicas)
     allowance = Allowance(memory=memory, fixed=fixed, calls=seat.kept_calls, share=seat.share)
     groups = {name: seat_in(name) for name in site.groups.values() if name is not None}
@@ -88,8 +88,8 @@ def _under_budget(p: Program, site: Site, memory: int | str, graph: fx.Graph) ->
         counts = {name: int(name.partition("/")[2] or sizes[name]) for name in names}
         groups = {name: (0 if name == "cp" else seat.rank % count, count) for name, count in counts.items()}
     even = all(len(set(layout.lengths())) == 1 for layout in p.layouts.values() if layout.dim is not None)
-    module = under_budget(graph, p.updated, allowance, site.device, held, groups, even, learning)
-    given = {name for name in placeholders(graph) if name not in held}
+    module = under_budget(graph, p.updated, allowance, site.device, sources, groups, even, learning)
+    given = {name for name in placeholders(graph) if name not in sources}
     known = all(name in captured.inputs or name.startswith(TOTAL) for name in given) and not p.call.cut_inputs
     examples = hints(graph, given) if known and torch.is_grad_enabled() else None
     budget = budget_of(module)
@@ -103,24 +103,24 @@ def _under_budget(p: Program, site: Site, memory: int | str, graph: fx.Graph) ->
 
 def held_tensors(p: Program, graph: fx.Graph, rank: int) -> dict[str, Tensor]:
     """Returns, by placeholder, tensors like the parameters, buffers and constants that a rank's graph reads."""
-    captured, held = p.captured, dict[str, Tensor]()
+    captured, sources = p.captured, dict[str, Tensor]()
     # Lowering has made examples anew, which do not say who learns.
     examples = {node.name: node.meta["val"] for node in captured.graph.find_nodes(op="placeholder")}
     for node in graph.find_nodes(op="placeholder"):
         name, value = node.name, node.meta.get("val")
         if name in captured.constants:
-            held[name] = captured.constants[name]
+            sources[name] = captured.constants[name]
         elif name in captured.parameters or name in captured.buffers:
             assert isinstance(value, Tensor)
             layout = p.layouts.get((captured.parameters | captured.buffers)[name])
             shape = tuple(value.shape) if layout is None else layout.local_shape(rank)
             empty = torch.empty(shape, dtype=value.dtype, device="meta")
-            held[name] = empty.requires_grad_(examples[name].requires_grad)
-    return held
+            sources[name] = empty.requires_grad_(examples[name].requires_grad)
+    return sources
 
 
 def fixed_bytes(
-    p: Program, held: Mapping[str, Tensor], settings: Options, replicas: int = 1
+    p: Program, sources: Mapping[str, Tensor], settings: Options, replicas: int = 1
 ) -> tuple[int, dict[str, int]]:
     """Returns the bytes of the parameters and buffers of a graph; and of each parameter what it has if it learns.
 
@@ -128,12 +128,12 @@ def fixed_bytes(
     a copy in the dtype of computation.
 
     Args:
-        held: what `held_tensors` returns for this rank.
+        sources: what `held_tensors` returns for this rank.
         replicas: the replicas over which ZeRO divides.
     """
     zero, cast = getattr(settings, "zero", 0), getattr(settings, "compute_dtype", None)
     total, learning = 0.0, dict[str, int]()
-    for name, x in held.items():
+    for name, x in sources.items():
         own = x.numel() * (4 if cast is not None and x.is_floating_point() else x.itemsize)
         if name in p.captured.parameters:
             fixed, learning[name] = parameter_bytes(own, x.nbytes * (own != x.nbytes), zero, replicas)

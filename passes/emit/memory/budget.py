@@ -112,7 +112,7 @@ class Budget(SetsFates):
 
     Attributes:
         module: the graph, with a module for each call of a block.
-        held: placeholder of a parameter, buffer or constant -> a tensor like it, on any device.
+        sources: placeholder of a parameter, buffer or constant -> a tensor like it, on any device.
         allowance: what the graph may use; its fixed bytes are those of a rank whose parameters are all frozen.
         learning: placeholder of a parameter -> the bytes of its gradient and states, which it has if it learns.
         device: the rank's device.
@@ -123,7 +123,7 @@ class Budget(SetsFates):
     """
 
     module: fx.GraphModule
-    held: Mapping[str, Any]
+    sources: Mapping[str, Any]
     allowance: Allowance
     device: torch.device
     groups: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class Budget(SetsFates):
         Raises:
             Error: the graph does not fit.
         """
-        names = [n for n in self.learning if self.held[n].requires_grad] if learners is None else learners
+        names = [n for n in self.learning if self.sources[n].requires_grad] if learners is None else learners
         sizes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in inputs)
         key = (sizes, frozenset(names), *ambient_everywhere())
         if key not in self._choices:
@@ -211,14 +211,14 @@ class Budget(SetsFates):
         on_fake = nullcontext() if self.device.type == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
         with on_fake, without_processes(sizes, ranks):
             args = [
-                self._fake(self.held[node.name] if node.name in self.held else next(queue))
+                self._fake(self.sources[node.name] if node.name in self.sources else next(queue))
                 for node in self.module.graph.find_nodes(op="placeholder")
             ]
             for node, x in zip(self.module.graph.find_nodes(op="placeholder"), args, strict=True):
                 if node.name in self.learning:
                     x.requires_grad_(node.name in learners)
             try:
-                table = graph_table(self.module, args, self.held, counted, device, stands_for)
+                table = graph_table(self.module, args, self.sources, counted, device, stands_for)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise Error(
                     f"memory= counts bytes before a call, and `{error.func}` makes sizes of values",

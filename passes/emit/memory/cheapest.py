@@ -129,11 +129,11 @@ def cheapest(table: BlockTable, device: Hardware, price: float, allowed: Collect
         gains[i] = -output
         gains[count + i] = output + staying[i][0] - (NEVER if value.fixed or "recompute" not in allowed else seconds)
         needs += [(count + i, i), *((count + i, place[name]) for name in value.reads if name in place)]
-    there = closure(gains, needs)
+    closed = closure(gains, needs)
     fates: dict[str, Fate] = {}
     for i, value in enumerate(values):
-        if i in there or count + i in there or value.kept:
-            fate: Fate = "recompute" if count + i in there else staying[i][1]
+        if i in closed or count + i in closed or value.kept:
+            fate: Fate = "recompute" if count + i in closed else staying[i][1]
             fates |= {value.name: fate} if fate != "keep" else {}
     return choice_of(table, fates, device)
 
@@ -180,20 +180,20 @@ def _depths(room: Sequence[dict[int, float]], source: int) -> list[int]:
 
 
 def _push(room: Sequence[dict[int, float]], depth: list[int], source: int, sink: int) -> bool:
-    """Sends as much as fits along one shortest way; returns False if there is none."""
-    way, tried = [source], set[int]()
-    while way[-1] != sink:
-        i = way[-1]
+    """Sends as much as fits along one shortest path; returns False if there is none."""
+    path, tried = [source], set[int]()
+    while path[-1] != sink:
+        i = path[-1]
         nearer = (j for j, free in room[i].items() if free > LEAST and depth[j] == depth[i] + 1)
         step = next((j for j in nearer if j not in tried), -1)
         if step >= 0:
-            way.append(step)
+            path.append(step)
             continue
-        tried.add(way.pop())
-        if not way:
+        tried.add(path.pop())
+        if not path:
             return False
-    least = min(room[i][j] for i, j in itertools.pairwise(way))
-    for i, j in itertools.pairwise(way):
-        room[i][j] -= least
-        room[j][i] += least
+    flow = min(room[i][j] for i, j in itertools.pairwise(path))
+    for i, j in itertools.pairwise(path):
+        room[i][j] -= flow
+        room[j][i] += flow
     return True

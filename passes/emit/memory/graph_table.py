@@ -97,16 +97,16 @@ class GraphRun(SavingRun):
     """A run of a graph that makes the table of each kind of block that it calls.
 
     Args:
-        held: the placeholders of parameters, buffers and constants, which are there anyway.
+        sources: the placeholders of parameters, buffers and constants, which are there anyway.
         groups, stands_for: as for `TableRun`.
     """
 
     def __init__(
-        self, module: fx.GraphModule, held: Collection[str], groups: Mapping[str, str], device: Hardware,
+        self, module: fx.GraphModule, sources: Collection[str], groups: Mapping[str, str], device: Hardware,
         stands_for: Callable[[Any], Any],
     ) -> None:  # fmt: skip
         super().__init__(module)
-        self.device, self.held, self.groups, self.stands_for = device, held, groups, stands_for
+        self.device, self.sources, self.groups, self.stands_for = device, sources, groups, stands_for
         self.calls: list[BlockCallRow] = []
         self.tables: list[BlockTable] = []
         self.sizes: dict[int, int] = {}
@@ -125,12 +125,12 @@ class GraphRun(SavingRun):
             self.returned = [self._memory_of(x) for x in nested_tensors(result)]
             return result
         if n.op == "placeholder":
-            is_value = isinstance(result, Tensor) and n.name not in self.held
+            is_value = isinstance(result, Tensor) and n.name not in self.sources
             self.placeholders.append(self._memory_of(result) if is_value else None)
         for x in nested_tensors(result):
             memory = self._memory_of(x)
             self.sizes[memory] = x.untyped_storage().nbytes()
-            if n.op == "placeholder" and n.name in self.held:
+            if n.op == "placeholder" and n.name in self.sources:
                 self.held_memories.add(memory)
             if x.requires_grad and memory not in self.held_memories and n.op == "call_function":
                 self.widest = max(self.widest, self.sizes[memory])
@@ -185,15 +185,15 @@ class GraphRun(SavingRun):
 
 
 def graph_table(
-    module: fx.GraphModule, args: Iterable[Any], held: Collection[str], groups: Mapping[str, str], device: Hardware,
+    module: fx.GraphModule, args: Iterable[Any], sources: Collection[str], groups: Mapping[str, str], device: Hardware,
     stands_for: Callable[[Any], Any],
 ) -> GraphTable:  # fmt: skip
     """Returns the table of an emitted graph for these arguments, which may be fake.
 
     Args:
-        held, groups, stands_for: as for `GraphRun`.
+        sources, groups, stands_for: as for `GraphRun`.
     """
-    run = GraphRun(module, held, groups, device, stands_for)
+    run = GraphRun(module, sources, groups, device, stands_for)
     # Under a mode that keeps no tensor, operators write in place as they do without one.
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass(), Work(device):
         run.run(*args)

@@ -22,7 +22,7 @@ def under_budget(
     updated: Collection[str],
     allowance: Allowance,
     device: torch.device,
-    held: Mapping[str, Tensor],
+    sources: Mapping[str, Tensor],
     groups: Mapping[str, tuple[int, int]],
     even: bool = True,
     learning: Mapping[str, int] = NO_PARAMETERS,
@@ -31,7 +31,7 @@ def under_budget(
 
     Args:
         updated: placeholder names of the buffers that are written to between forward and backward.
-        held: placeholder of a parameter, buffer or constant -> a tensor like it.
+        sources: placeholder of a parameter, buffer or constant -> a tensor like it.
         groups: name of a process group -> the rank in it, and its size.
         even: whether all ranks have parameters of the same sizes.
         learning: as of `Budget`.
@@ -50,10 +50,10 @@ def under_budget(
         module.delete_submodule(name)
     places = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
     budget = Budget(
-        module=module, held=held, allowance=allowance, device=device, groups=groups, even=even,
+        module=module, sources=sources, allowance=allowance, device=device, groups=groups, even=even,
         learning={name: n for name, n in learning.items() if name in places},
     )  # fmt: skip
-    inputs = tuple(node for name, node in places.items() if name not in held)
+    inputs = tuple(node for name, node in places.items() if name not in sources)
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
         module.graph.call_function(budget, (inputs, tuple(places[name] for name in budget.learning)))

@@ -34,7 +34,7 @@ def piece_table(model: Lowered, recorded: Recorded, number: int, device: Hardwar
     inputs = [
         torch.empty(value.shape, dtype=value.dtype, device=META, requires_grad=value.learns)
         for name, (value, _) in zip(places, reads, strict=True)
-        if name not in budget.held
+        if name not in budget.sources
     ]
     stands_for = _on_gpu if device.is_gpu else lambda operator: operator
     return budget.counted(inputs, device, learners & budget.learning.keys(), stands_for)
