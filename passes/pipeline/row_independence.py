@@ -37,6 +37,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autotp.errors import Error
 from autotp.ops.collectives import scatter
@@ -353,8 +354,9 @@ def _refuse(node: fx.Node, problem: str, fix: str = "") -> None:
             fix="[1, tokens] in place of [tokens]: tokens.unsqueeze(0), and the same of what is as long",
             alternative=whole,
         )
+    name = node.target if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", node.target)
     raise Error(
-        f"`{node.target}` {problem}, which cannot be computed in parts",
+        f"`{name}` {problem}, which cannot be computed in parts",
         at=line_of(node),
         fix=fix or whole,
         alternative=whole if fix else (),

@@ -271,7 +271,7 @@ class Estimate(Shown):
                 Table(head, (*self._memory_rows(), bars), ("", *("note",) * (len(head) - 2), "cut")),  # type: ignore[arg-type]
                 beside,
                 *self.budget_table(),
-                self.budget_lines(),
+                *[about_budget for about_budget in [self.budget_lines()] if about_budget],
             ),
         )  # fmt: skip
 
