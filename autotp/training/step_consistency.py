@@ -23,6 +23,7 @@ from autotp.attached import READ
 from autotp.distributed.agreement import Among, Fact, compare
 from autotp.distributed.fingerprint import checksum, may_be_one_batch, random_state, rounded
 from autotp.distributed.mesh import Mesh
+from autotp.errors import Error
 from autotp.passes.capture.pytree import flatten
 from autotp.runtime.call_consistency import EACH_ITS_OWN, compared_part
 from autotp.runtime.graph_digest import same_order
@@ -49,6 +50,7 @@ class StepState(NamedTuple):
         values: a checksum of the values of tensors; 0 if they are not compared.
         random: the state of the random numbers; 0 if it is not compared.
         lengths: a checksum of the shapes of the rows.
+        read: a checksum of the parameters that the rank's graph gathers or sums gradients of; 0 if it has none yet.
     """
 
     captures: bool
@@ -59,6 +61,7 @@ class StepState(NamedTuple):
     values: int
     random: int
     lengths: int
+    read: int = 0
 
 
 def step_state(
@@ -176,12 +179,14 @@ def agree_on_step(
         names_idle: whether they are where a rank is idle. All ranks say the same.
 
     Raises:
-        Error: on every rank, if one rank cannot take its batch, or if the ranks of a replica have different batches.
+        Error: on every rank, if one rank cannot take its batch, if the ranks of a replica have different batches, or
+            if replicas read different parameters.
     """
     # A rank without a number of steps adds nothing to the sums.
     steps = max(state.steps, 0)
     counts = [
         groups[EVERY].weight * state.lengths,
+        groups[STAGE].weight * state.read,
         state.captures,
         state.steps == NEVER,
         state.steps >= 0,
@@ -192,11 +197,13 @@ def agree_on_step(
     ]
 
     def differ(sums: Sequence[int]) -> bool:
-        _, _, never, stepping, total, squares, _ = sums
+        _, _, _, never, stepping, total, squares, _ = sums
         return stepping * squares != total * total or gathers or (names_idle and never > 0 and total > 0)
 
     sums, gathered = compare(mesh, _facts(groups, state, tied, prints), problem, counts, differ)
-    lengths, captures, never, _, total, _, arrival_counts = sums
+    lengths, read, captures, never, _, total, _, arrival_counts = sums
+    if read and not captures:
+        raise Error(f"a replica {OTHER_READ} than another", fix=SAME_FLAGS)
     everywhere = sum(arrival_counts // COUNT**i % COUNT == mesh.size for i in range(SHOWN))
     rows = tuple(StepState._make(row["state"]) for row in gathered)
     return Agreed(captures > 0, never > 0 and total > 0, everywhere, not lengths, rows)
@@ -242,15 +249,17 @@ def without_optimizer(rows: Sequence[StepState], mesh: Mesh) -> str:
     return mesh.named(never) if never and any(row.steps > 0 for row in rows) else ""
 
 
-def same_new_graph(groups: Groups, graph: int, order: int) -> list[Fact]:
-    """Returns what the ranks of a replica must have alike of a new graph.
+def same_new_graph(groups: Groups, graph: int, order: int, read: int = 0) -> list[Fact]:
+    """Returns what the ranks of a replica must have alike of a new graph, and the ranks of a stage.
 
     Args:
         graph: a checksum of the graph before sequences are cut.
         order: a checksum of this rank's collectives in order.
+        read: as in `StepState`.
     """
     fix = "the same model and settings on all ranks"
-    return [Fact("graph", graph, "would run another graph", fix, groups[REPLICA]), same_order(order, groups[REPLICA])]
+    alike = Fact("graph", graph, "would run another graph", fix, groups[REPLICA])
+    return [alike, same_order(order, groups[REPLICA]), Fact("read", read, OTHER_READ, SAME_FLAGS, groups[STAGE])]
 
 
 def equal_replicas(rows: Sequence[StepState], groups: Groups) -> bool:
@@ -259,6 +268,8 @@ def equal_replicas(rows: Sequence[StepState], groups: Groups) -> bool:
     return len(firsts) > 1 and len({(row.structure, row.values) for row in firsts}) == 1
 
 
+OTHER_READ = "runs other layers, or trains other parameters,"
+SAME_FLAGS = "for all replicas the same arguments that choose layers: a flag that is drawn from one seed, or broadcast"
 SAME_BATCH = "give every rank of a replica the same batch"
 SAME_SEED = "torch.manual_seed(seed) with one seed on all of them"
 OTHER_TIED = (

@@ -67,7 +67,7 @@ from autotp.runtime.torch_hooks.optimizer_steps import count_anew, steps_taken
 from autotp.sharding.boxes import is_sharded, local_of
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_bounds
-from autotp.source_location import block_in
+from autotp.source_location import block_in, block_of
 from autotp.tracebacks import shorten_traceback
 from autotp.training import process_groups as groups
 from autotp.training.compute_dtype import ParameterReader, cast_arguments
@@ -177,6 +177,14 @@ class Pipeline:
         """The part of the loss that is computed from sums over the batch."""
         assert self.analysis.totals is not None
         return self.analysis.totals.functions
+
+    @cached_property
+    def read(self) -> tuple[list[str], list[str]]:
+        """The names of the parameters that the graph reads, and the blocks in order."""
+        graph, names = self.analysis.graph, self.analysis.captured.parameters
+        read = [names[node.name] for node in graph.find_nodes(op="placeholder") if node.users and node.name in names]
+        blocks = dict.fromkeys(block_of(node) for node in graph.nodes if node.op != "placeholder")
+        return sorted(read), [block for block in blocks if block]
 
     @cached_property
     def documents(self) -> Documents:
@@ -576,6 +584,18 @@ class Trainer(InGraphs, HasHoldings):
         engines = self._engines(analysis, training=bool(key[0]))
         return Pipeline(key, shapes, analysis, graphs, *engines, guard, learning, checksums)
 
+    def _read_by_replicas(self, pipeline: Pipeline) -> int:
+        """Returns a checksum of the parameters that replicas gather, in order, or sum gradients of; 0 if of none.
+
+        Sums and gathers have no names: other layers of the same sizes would be added without an error.
+        """
+        if self.mesh["dp"].size() == 1 or not (pipeline.training or self._gathers):
+            return 0
+        own, read = dict(self.named_parameters()), pipeline.read
+        if self._gathers:
+            return zlib.crc32(repr(read).encode())
+        return zlib.crc32(repr(sorted(name for name in read[0] if name in own and own[name].requires_grad)).encode())
+
     def _engines(self, analysis: Program, training: bool) -> tuple[Any, Any]:
         """Returns the schedule that runs this rank's stages, and the one that runs forward before it, or None.
 
@@ -778,7 +798,7 @@ class Trainer(InGraphs, HasHoldings):
         arguments = attempt[0].arguments if attempt else None
         state = step_state(training, frozen, arguments, self.place, values, steps_taken(self))
         pipeline = self._fitting_graphs(attempt[0]) if attempt else None
-        state = state._replace(captures=pipeline is None)
+        state = state._replace(captures=pipeline is None, read=self._read_by_replicas(pipeline) if pipeline else 0)
         now = fingerprint(attempt[0].arguments) if attempt else Fingerprint()
         prints: Prints = {**self.late.prints(), NOW: now.as_ints() if now.arrived is None else None}
         tied = frozen_checksums(frozen, self._holders)
@@ -805,7 +825,7 @@ class Trainer(InGraphs, HasHoldings):
             pipeline = agree(
                 self._ranks,
                 lambda: self._renewed(known) if known else self._capture(training, batch),
-                lambda made: same_new_graph(self._groups, *made.checksums),
+                lambda made: same_new_graph(self._groups, *made.checksums, self._read_by_replicas(made)),
             )
             self._keep(pipeline, known)
         assert pipeline is not None  # Captured above otherwise.

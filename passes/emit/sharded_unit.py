@@ -109,6 +109,11 @@ class ShardedUnit(nn.Module):
     def _passed(self, results: Any, before: Sequence[ShardedUnit], after: ShardedUnit | None) -> tuple[Any, bool]:
         """Returns the results of a block, whose backward fills the memory, and whether one will come."""
         tensors = list(results) if isinstance(results, tuple | list) else [results]
+        if self.frees:
+            # Of a view of a parameter others would read the memory when it is empty.
+            memories = {memory.untyped_storage()._cdata for memory in self._memories}
+            is_view = [isinstance(x, Tensor) and x.untyped_storage()._cdata in memories for x in tensors]
+            tensors = [x.clone() if view else x for x, view in zip(tensors, is_view, strict=True)]
         learning = [i for i, x in enumerate(tensors) if isinstance(x, Tensor) and x.requires_grad]
         if learning:
             read = apply_plain(_LeaveBlock, self, before, after, *(tensors[i] for i in learning))

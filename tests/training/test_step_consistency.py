@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from errors import message
+from ranks import run_ranks
 from torch import nn
 
 import autotp
@@ -180,6 +181,7 @@ def test_ranks_that_agree_gather_nothing(monkeypatch: pytest.MonkeyPatch, sizes:
         ({"steps": 2}, "different numbers of optimizer steps"),
         ({"random": 5}, "would draw other random numbers"),
         ({"frozen": 9}, "has other parameters frozen"),
+        ({"read": 9}, "runs other layers, or trains other parameters"),
         ("prints", r"got another batch than \d, in step 4"),
         ("tied", "has other tied parameters frozen"),
     ],
@@ -199,7 +201,13 @@ def test_agree_raises_for_what_one_rank_has_otherwise(
         prints = [*prints[:-1], {4: fingerprint([X.long() + 1]).as_ints()}]
     else:
         tied = [*tied[:-1], {(0, pp - 1): 4}]
-    alone = {"random": tp == 1, "frozen": dp * tp == 1, "prints": pp * tp == 1, "structure": pp * tp == 1}
+    alone = {
+        "random": tp == 1,
+        "frozen": dp * tp == 1,
+        "prints": pp * tp == 1,
+        "structure": pp * tp == 1,
+        "read": dp * tp == 1,
+    }
     name = change if isinstance(change, str) else next(iter(change))
     world = World(monkeypatch, grid(*sizes))
     if alone.get("structure" if name == "values" else name, False):
@@ -229,7 +237,7 @@ def test_agree_gathers_and_accepts_round_off_of_a_batch(monkeypatch: pytest.Monk
 
 def test_agree_tells_all_ranks_of_captures_lengths_and_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
     world, alike = World(monkeypatch, grid(1, 2, 1)), state(X, values=False)._replace(steps=1)
-    assert world.agree([alike, alike._replace(captures=True)]).captures
+    assert world.agree([alike, alike._replace(captures=True, read=9)]).captures
     assert not world.agree([alike, alike._replace(lengths=5)]).lengths
     assert world.agree([alike, alike._replace(steps=NEVER)]).idle and world.gathered == 0
     assert len(world.agree([alike, alike._replace(steps=NEVER)], names_idle=True).rows) == 2
@@ -238,7 +246,7 @@ def test_agree_tells_all_ranks_of_captures_lengths_and_idleness(monkeypatch: pyt
 
 
 def test_agree_costs_a_rank_the_same_in_any_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8,192 ranks as of 8 it sends eleven integers, and looks at as many: counted, as lines of Python that run."""
+    """Of 8,192 ranks as of 8 it sends twelve integers, and looks at as many: counted, as lines of Python that run."""
     lines = []
     for sizes in ((1, 1, 8), (8, 128, 8)):
         layout, mine = grid(*sizes), state(X, values=False)
@@ -258,6 +266,41 @@ def test_agree_costs_a_rank_the_same_in_any_world(monkeypatch: pytest.MonkeyPatc
             sys.settrace(None)
         lines.append(count)
     assert lines[0] == lines[1] < 200
+
+
+class Skips(nn.Module):
+    """Blocks of one size, of which a flag leaves one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, without: int = -1) -> torch.Tensor:
+        """x: [batch 5]"""
+        for i, block in enumerate(self.h):
+            x = x if i == without else x + block(x)
+        return x.square().sum()
+
+
+def skip_apart(rank: int, n: int, zero: Any) -> None:
+    """A graph that is new, or known to both, and leaves out another block than on the other replica."""
+    trainer = autotp.distribute(Skips(), dp=n, zero=zero, example_inputs=(torch.ones(3, 5),))
+    x = torch.randn(3, 5)
+    for without in ((0, 1), None, (0, 0), (1, 1), (0, 1), (2, 1), None):
+        flags = {"without": without[rank]} if without is not None else {}
+        if without is None or without[0] == without[1]:
+            trainer.step(x, **flags)
+        else:
+            assert "runs other layers, or trains other parameters" in message(partial(trainer.step, x, **flags))
+            if not zero:  # Nothing is gathered.
+                trainer.evaluate(x, **flags)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_replicas_that_train_other_layers_get_an_error(zero: int) -> None:
+    """Their gradients have the same sizes, and would be added."""
+    run_ranks(skip_apart, 2, zero, timeout=60)
 
 
 # ---- facts that arrive late: step_facts

@@ -46,6 +46,29 @@ class Twice(Added):
         return x.square().sum()
 
 
+class HandsOn(nn.Sequential):
+    """A block that returns a view of its parameter, too."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Any:
+        """x: [batch seq 5], weight: [1 5]"""
+        return x + super().forward(x * weight), self[0].weight[2:3]
+
+
+class Handed(Added):
+    """Each block reads a view of a parameter of the block before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(HandsOn(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch seq 5]"""
+        weight = self.shared.weight[:1]
+        for block in self.h:
+            x, weight = block(x, weight)
+        return (x * weight).square().sum()
+
+
 def rows_of(step: int, length: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
     torch.manual_seed(step)
     return torch.randn(12, length, 5, dtype=dtype)
@@ -134,6 +157,11 @@ def test_zero_has_the_gradients_of_one_device(n: int, zero: int, more: dict[str,
 
 def test_blocks_that_run_twice_have_the_gradients_of_one_device() -> None:
     run_ranks(equal, 2, 3, {"dp": 2}, Twice, timeout=100)
+
+
+@pytest.mark.parametrize("more", [{}, {"recompute": "full"}], ids=str)
+def test_a_block_that_returns_a_view_of_its_parameter_has_the_gradients_of_one_device(more: dict[str, Any]) -> None:
+    run_ranks(equal, 2, 3, {"dp": 2, **more}, Handed, timeout=100)
 
 
 class Watch(TorchDispatchMode):
