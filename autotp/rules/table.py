@@ -172,7 +172,8 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     # Elements depend on their place in the whole, which a rank that makes a part would have to know.
     ("arange linspace logspace eye tril_indices triu_indices histc nonzero_static", Row(f.entire)),
     ("rand randn randint rand_like randn_like randint_like bernoulli poisson normal", Row(f.entire, T.RANDOM_EACH)),
-    ("cauchy exponential geometric log_normal multinomial normal_functional random randperm uniform", Row(f.entire)),
+    ("cauchy exponential geometric log_normal normal_functional random uniform", Row(f.entire, T.RANDOM_EACH)),
+    ("multinomial randperm", Row(f.entire)),
     # Lookups, updates and losses.
     ("embedding", Row(i.embedding, T.LOOKUP)),
     ("embedding_bag", Row(traits=T.LOOKUP)),

@@ -279,8 +279,6 @@ class Trainer(InGraphs, HasHoldings):
         # For errors, which name ranks by their places: `everyone` has numbers only.
         self._ranks = with_rank_names(self.everyone, mesh)
         self.replicas = groups.mesh_along(self.place, mesh.get_group("dp"), "dp")
-        if training.ep > 1:
-            self._ep, self._copies = groups.expert_meshes(self.place, mesh, training.ep, timeout)
         model, read_folder = (model, None) if isinstance(model, nn.Module) else model(self.everyone)
         self._signature = signature_of(model)
         self.model_settings = model_settings(model)  # Before forward runs: it may set attributes.
@@ -301,6 +299,8 @@ class Trainer(InGraphs, HasHoldings):
             lambda program: [same_graph(f"{digest(program)} {training}", self.everyone)],
         )
         self.layouts = dict(analysis.layouts)
+        if training.ep > 1:  # Only now all ranks are known to have the same `ep`.
+            self._ep, self._copies = groups.expert_meshes(self.place, mesh, training.ep, timeout)
         groups_of_ranks = groups_of(self._ranks.rank, mesh)
 
         def facts(lowered: fx.Graph) -> list[Fact]:

@@ -78,6 +78,8 @@ def analysed(model: nn.Module) -> None:
         pytest.param(lambda x: torch.cat([TABLE[:1].expand(x.shape[0], 1, 8), x], 1)[:, 1:], id="a-token-for-each-row"),
         pytest.param(lambda x: torch.cat([TABLE[:1][None].repeat(x.shape[0], 1, 1), x], 1)[:, 1:], id="repeated"),
         pytest.param(lambda x: F.dropout(x, 0.1), id="dropout"),
+        pytest.param(lambda x: x * torch.empty_like(x).uniform_(0.9, 1.1), id="jitter"),
+        pytest.param(lambda x: x - torch.empty_like(x).exponential_().log(), id="gumbel"),
         pytest.param(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), id="dropped-weights"),
     ],
 )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autotp
+from autotp.model_library import library
 from autotp.ops.experts import rows as routing
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.passes.plan.experts.experts import experts
@@ -30,6 +31,7 @@ each_product = pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCT
 
 
 def rewritten(model: nn.Module, x: Tensor, tp: int) -> list[str]:
+    library().add_operators()  # As a compilation does: that of transformers has a rule then.
     captured, graph = canonical(model, x)
     return ops(experts(graph, infer_axes(graph), captured.parameters, tp)[0])
 

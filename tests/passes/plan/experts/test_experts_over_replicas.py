@@ -236,6 +236,12 @@ def a_model_without_experts_is_one_error_on_every_rank(rank: int, n: int) -> Non
 
 
 @checks.on(2)
+def another_ep_on_a_rank_is_one_error_on_every_rank(rank: int, n: int) -> None:
+    """No rank waits for the others in a group that those do not make."""
+    assert "would run another graph" in message(lambda: started(layers(), dp=2, ep=1 + rank))
+
+
+@checks.on(2)
 def a_batch_that_leaves_out_a_layer_is_one_error_on_every_rank(rank: int, n: int) -> None:
     class Optional(Layers):
         def forward(self, x: Tensor, y: Tensor, deep: bool = True) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 import autotp
 
 transformers: Any = pytest.importorskip("transformers")
-checks = Checks(timeout=280)
+checks = Checks(timeout=280, fresh=True)  # torch caches device meshes with the groups of the run before.
 CLOSE = {"rtol": 0, "atol": 1e-7}
 """Norms, routers and losses of transformers compute in float32; `test_experts_over_replicas.py` has 1e-10."""
 SIZES: dict[str, Any] = {
@@ -35,7 +35,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", DEEPSEEK),  # A shared expert; a sigmoid router with a bias; one layer is dense.
     "gpt_oss": ("GptOss", FOUR | {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}),
     "granite": ("GraniteMoe", FOUR),
-    "phimoe": ("Phimoe", FOUR),
     "ernie": ("Ernie4_5_Moe", SIZES | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12}),
     "qwen2_moe": ("Qwen2Moe", WIDTHS | {"num_experts": 4, "shared_expert_intermediate_size": 12}),
     "glm4_moe": ("Glm4Moe", WIDTHS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "head_dim": 8}),
