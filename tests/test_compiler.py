@@ -192,8 +192,6 @@ def test_each_road_runs_each_pass_in_table_order(road: Callable[[Options], None]
 
 
 RUN_ELSEWHERE = {
-    # An analysis: which kernels one device would run, beside those of a rank.
-    "causal_attention": {"diagnostics.report"},
     # The graph of what Python reads, and that of the totals of a loss: neither is a rank's graph.
     "bind": {"runtime.graph_entry", "training.microbatches"},
     # As in `rank_graph`, but the graphs before it are compared, proved or counted.

@@ -43,6 +43,7 @@ class Trait(Flag):
 
     # New tensors.
     FILL = auto()  # Has given sizes; does not depend on elements of operands.
+    ZEROS = auto()  # Each element is 0.
     UNINITIALIZED = auto()  # Has whatever is in memory.
     RANDOM_EACH = auto()  # Draws each element separately.
     RANDOM = auto()  # Draws random numbers: passes keep their order. (Tags of torch's operators say so, too.)
@@ -64,6 +65,7 @@ class Trait(Flag):
     LOOKUP = auto()  # Picks rows of a table by index: `weight[rows ...], indices`.
     ROWS = auto()  # Picks parts of the first operand by index.
     INDICES = auto()  # Reads or writes the positions in a list of `indices`.
+    ADDS_AT = auto()  # Adds values (`src`, `source`) to the first operand, at the positions in `index`.
     UPDATE = auto()  # Replaces a part of the first operand; its in-place form may replace it.
     CLASSES = auto()  # Reduces over classes, for each row.
     CLASS_LOSS = auto()  # A loss of scores for classes and of `target`, with `weight`, `ignore_index`, `reduction`.

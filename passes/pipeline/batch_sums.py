@@ -33,8 +33,6 @@ aten = torch.ops.aten
 Name = tuple[str, str, int]
 MEAN = 1
 """The number of the reduction "mean" among the arguments of a loss."""
-ARITHMETIC = (aten.div.Tensor, aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor)
-ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 
 @dataclass(frozen=True)
@@ -89,11 +87,12 @@ def is_any_mean(node: fx.Node) -> bool:
 
 
 def with_counts(
-    graph: fx.Graph, loss: fx.Node, rows: Collection[Any], names: Collection[Name]
+    graph: fx.Graph, loss: fx.Node, inputs: Sequence[str], rows: Collection[Any], names: Collection[Name]
 ) -> tuple[fx.Graph, fx.Node, frozenset[fx.Node], frozenset[Name]]:
     """Returns the graph with tensors for the numbers of rows, or of places, that a value without rows is divided by.
 
     Args:
+        inputs: the names of the inputs that are a batch.
         rows: the symbols of the number of rows; none for one row.
         names: of one row, the names of the operators that read such numbers in the graph of two.
 
@@ -103,10 +102,13 @@ def with_counts(
     readers = [
         (node, name)
         for node, name in _named(graph)
-        if node.target in ARITHMETIC and not _is_tensor(node.args[1]) and (name in names or _reads_count(node, rows))
+        if has(node.target, Trait.SUM | Trait.SCALE)
+        and not _is_tensor(node.args[1])
+        and (name in names or _reads_count(node, rows))
     ]
     if not readers:
         return graph, loss, frozenset(), frozenset()
+    first = next(node for node in graph.nodes if node.name == inputs[0])
     builder, by_node, counts = Builder(fake_mode_of(graph)), dict(readers), set[fx.Node]()
     for node in graph.nodes:
         builder.origin = node
@@ -119,6 +121,9 @@ def with_counts(
             dtype = dtype_of_sums(node.meta["val"].dtype)
             with builder.graph.inserting_before(copy):
                 count = builder.call(aten.full.default, [], number, dtype=dtype)
+                if not rows:  # The number is that of one row, and a replica counts all of its rows.
+                    size = builder.call(aten.sym_size.int, builder.env[first], 0)
+                    count = builder.call(aten.mul.Tensor, count, size)
             counts.add(count)
             copy.args = (x, count, *rest)
     return builder.graph, builder.env[loss], frozenset(counts), frozenset(by_node.values())
@@ -235,7 +240,7 @@ def is_zero(value: Any) -> bool:
     if not isinstance(value, fx.Node):
         return type(value) in (int, float) and value == 0
     full = value.target is aten.full.default and type(value.args[1]) in (int, float)
-    return value.target in ZEROS or (full and bool(value.args[1] == 0))
+    return has(value.target, Trait.ZEROS) or (full and bool(value.args[1] == 0))
 
 
 def function_of_sums(

@@ -108,10 +108,16 @@ def loss_totals(
         Error: the loss is not a sum of scaled means over the batch, nor computed from sums over it.
     """
     rows = _symbols_of_rows(graph, inputs)
-    graph, loss, counted, readers = with_counts(graph, loss, rows, names or ())
+    graph, loss, counted, readers = with_counts(graph, loss, inputs, rows, names or ())
     _expect_any_number(graph, inputs, ancestors([loss]) - counted)
     constant = _made_of(graph, (), without=counted)
     sums, found = batch_sums(graph, inputs, rows, names or (), counted, constant)
+    if names is not None and names - readers - found:
+        raise Error(
+            "the loss of one row is computed by other operators than that of several rows",
+            at=next(iter(sorted(names - readers - found)))[1],
+            fix="microbatches of two rows or more, or a mean in place of a division by the number of rows",
+        )
     kinds = Kinds(constant, _made_of(graph, inputs), _made_of(graph, _places(graph) - set(inputs), True), sums, counted)
     terms = _terms(loss, kinds)
     if balance == "microbatch":

@@ -53,8 +53,6 @@ from autotp.sharding.axis import Axis, find, leaves
 from autotp.source_location import line_of
 
 aten = torch.ops.aten
-ADDED_AT = {aten.scatter_add.default: "src", aten.index_add.default: "source"}
-"""An operator that adds values to places of another tensor -> the name of the argument with these values."""
 
 
 def batched(inputs: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
@@ -278,8 +276,8 @@ class _Proof:
             return True
         if node.target is aten.bincount.default:
             classes, values = args["self"], args["weights"]
-        elif node.target in ADDED_AT and is_zero(args["self"]):
-            classes, values = args["index"], args[ADDED_AT[node.target]]
+        elif has(node.target, Trait.ADDS_AT) and is_zero(args["self"]):
+            classes, values = args["index"], args.get("src", args.get("source"))
         else:
             return False
         if values is None:
