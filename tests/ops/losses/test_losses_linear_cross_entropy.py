@@ -145,6 +145,10 @@ def test_sum_with_shares_has_second_derivatives(shape: tuple[int, ...]) -> None:
         return linear_loss_sum(*tensors[:2], classes, counted, counted, *more)
 
     assert torch.autograd.gradgradcheck(total, (weight, x, *low))
+    once, again = (
+        torch.autograd.grad(total(weight, x, *low), (weight, x, *low), create_graph=again) for again in (False, True)
+    )
+    torch.testing.assert_close(again, once)
 
 
 @pytest.mark.usefixtures("chunks")
