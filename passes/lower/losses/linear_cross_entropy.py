@@ -29,7 +29,7 @@ from autotp.passes.lower.losses.logit_values import (
     Value,
     WeightedValue,
 )
-from autotp.passes.lower.losses.row_terms import Terms, read_rows, without_defaults
+from autotp.passes.lower.losses.row_terms import Terms, without_defaults, write_reader
 from autotp.passes.lower.losses.term_requests import Mean, TermRequest, has_shares, labels_of, requests_of
 from autotp.passes.lower.losses.vocab_parallel_loss import (
     MEAN,
@@ -211,7 +211,7 @@ def logits_within(value: Value) -> Iterator[Logits]:
 def _read(terms: Terms, node: fx.Node, heads: Heads) -> fx.Node:
     reader = heads.readers[node]
     if reader.name != "loss":
-        return read_rows(terms, node, reader)
+        return write_reader(terms, node, reader)
     logits = reader.value.softmax_of  # type: ignore[union-attr]
     assert logits is not None
     live = replace(logits, detached=False)

@@ -251,7 +251,7 @@ def _other_arguments(view: fx.Node) -> dict[str, Any]:
 # ---- what readers compute
 
 
-def read_rows(terms: Terms, node: fx.Node, reader: RowReader) -> fx.Node:
+def write_reader(terms: Terms, node: fx.Node, reader: RowReader) -> fx.Node:
     """Writes what a reader, which is no loss, computes of logits."""
     builder, value, call = terms.builder, reader.value, terms.call
     dtype = node.meta["val"].dtype
