@@ -353,7 +353,7 @@ def _of_heads(call: Call, row: list[str], v: str) -> list[list[str]]:
         "other_weight": [v, "j^"], "other_x": [*row, "j^"], "other_bias": [v],
         "shares": [*row, v] if shares is not None and shares.dim() > 1 else [v],
         "low_weight": [v, "k^"], "low_x": [*row, "k^"],
-        "other_low_weight": [v, "l^"], "other_low_x": [*row, "l^"], "of_total": row, "of_other": row,
+        "other_low_weight": [v, "l^"], "other_low_x": [*row, "l^"], "of_shares": row,
     }  # fmt: skip
     return [term for name, term in terms.items() if call.get(name) is not None]
 

@@ -38,7 +38,7 @@ TABLES = {
     ("passes/emit/python_calls.py", "PYTHON_CALLS"),
     ("passes/lower/decompose.py", "EXPANSIONS"),
     ("passes/lower/localize.py", "FORMS"),
-    ("passes/lower/losses/logit_values.py", "RULES"),
+    ("passes/lower/losses/logit_rules.py", "RULES"),
 }
 """What passes do with operators, and what they cost; not what operators are: NOTE in `autotp/rules/row.py`."""
 

@@ -30,8 +30,9 @@ from spmd_types import I, P, R, S, V, rules
 from spmd_types.checker import typecheck
 from torch import Tensor, fx, nn
 
-from autotp.ops import collectives, custom_vjp, dropout, experts, lookup, placement_moves
+from autotp.ops import collectives, custom_vjp, dropout, lookup, placement_moves
 from autotp.ops.coalesced import together
+from autotp.ops.experts.rows import combine
 from autotp.ops.losses import cross_entropy
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms
 from autotp.passes.program.program import Program
@@ -372,7 +373,7 @@ TERMS = {
     lookup.embedding: lookup.embedding,
     lookup.gather: lookup.gather,
     cross_entropy.class_terms: _class_terms,
-    experts.combine: experts.combine,
+    combine: combine,
 }
 
 

@@ -52,16 +52,9 @@ class Head(NamedTuple):
 
     def of_rows(self) -> Head:
         """Returns the head without a gradient, and with one dimension of rows."""
-        weight, x, bias, low_weight, low_x = (None if y is None else y.detach() for y in self[:5])
-        return Head(
-            weight,
-            rows_of(x),
-            bias,
-            low_weight,
-            None if low_x is None else rows_of(low_x),
-            self.scale,
-            self.cap,  # type: ignore[arg-type]
-        )
+        bias, low_weight, low_x = (None if y is None else y.detach() for y in self[2:5])
+        low_x = None if low_x is None else rows_of(low_x)
+        return Head(self.weight.detach(), rows_of(self.x.detach()), bias, low_weight, low_x, self.scale, self.cap)
 
     def logits(self, part: slice = slice(None), block: slice = slice(None)) -> Tensor:
         """Returns the logits of some rows and classes in new memory, in at least float32: [rows v]"""
@@ -161,7 +154,7 @@ def sums_of_tiles(
                     each.add(g, part, block, of_weights)
         for each, of_weights in zip(sums, of_block, strict=True):
             for total, of_classes in zip(each.of_weights, of_weights, strict=True):
-                if total is not None:
+                if total is not None and of_classes is not None:
                     total[block] = of_classes
     return [each.in_order() for each in sums]
 

@@ -17,7 +17,6 @@ Source: Wijmans et al. 2025, Cut Your Losses in Large-Vocabulary Language Models
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from autotp.ops.losses.linear_mixed_terms import (
     RowGrads,
     Tile,
     add_to_shares,
+    gradient_of_own,
     gradients,
     read_rows,
     terms_at_once,
@@ -116,45 +116,32 @@ def linear_loss_sum(
     scale: float = 1.0,
     cap: float = 0.0,
     bias: Tensor | None = None,
-    own_part: float = 0.0,
-    other_part: float = 0.0,
-    other_weight: Tensor | None = None,
-    other_x: Tensor | None = None,
-    other_scale: float = 1.0,
-    other_cap: float = 0.0,
-    other_bias: Tensor | None = None,
     shares: Tensor | None = None,
     low_weight: Tensor | None = None,
     low_x: Tensor | None = None,
-    other_low_weight: Tensor | None = None,
-    other_low_x: Tensor | None = None,
-    of_total: Tensor | None = None,
-    of_other: Tensor | None = None,
+    of_shares: Tensor | None = None,
 ) -> Tensor:
     """Returns the sum over rows of `of_sum * terms[0] - of_class * terms[1]`; `terms` are those of all classes.
 
     Args:
-        weight ... other_low_x: as of `linear_class_terms`, without `start` and `size`.
+        weight, x, classes, scale, cap, bias, low_weight, low_x: as of `linear_class_terms`.
         of_sum, of_class: [*] how much of each term counts. Only `of_sum` has a gradient. A row with 0 in
-            both is not read.
-        of_total, of_other: [*] the sum has these times the sum of `d` over classes, and times `terms[3]`, too.
+            both, and in `of_shares`, is not read.
+        shares, of_shares: [v] or [* v], and [*]: both or none. From each row's part of the sum
+            `of_shares * (shares * logits).sum(-1)` is subtracted, too. `of_shares` has no gradient.
     """
-    other = None
-    if other_weight is not None and other_x is not None:
-        other = Head(other_weight, other_x, other_bias, other_low_weight, other_low_x, other_scale, other_cap)
-    mix = Mix(Head(weight, x, bias, low_weight, low_x, scale, cap), other, own_part, other_part, shares)
-    counts = RowGrads(of_sum, -of_class, of_total, of_other)
+    mix = Mix(
+        Head(weight, x, bias, low_weight, low_x, scale, cap), own_part=0.0 if shares is None else -1.0, shares=shares
+    )
+    counts = RowGrads(of_sum, -of_class, of_shares)
     if not _has_numbers(weight, x):
         return _sum_of_terms(terms_at_once(mix, classes, 0, weight.shape[0]), counts)
-    if (
-        adds_in_float32(weight, classes.numel())
-        or of_sum.requires_grad
-        or (shares is not None and shares.requires_grad)
-    ):
+    learns_counts = of_sum.requires_grad or (shares is not None and shares.requires_grad)
+    if learns_counts or adds_in_float32(weight, classes.numel()):
         terms = _LinearClassTerms.apply(*mix.operands, classes, 0, len(weight), mix.numbers)
         return _sum_of_terms(terms, counts)
     total: Tensor = _LinearLossSum.apply(
-        *mix.operands, classes, *(counts.of_lse, counts.of_class, of_total, of_other), mix.numbers
+        *mix.operands, classes, counts.of_lse, counts.of_class, counts.of_total, mix.numbers
     )
     return total
 
@@ -186,7 +173,7 @@ def _sum_of_terms(terms: Tensor, counts: RowGrads) -> Tensor:
     result = _weighted(terms[0], counts.of_lse) + _weighted(terms[1], counts.of_class.detach())
     if counts.of_total is not None:
         result = result + _weighted(terms[2], counts.of_total.detach())
-    return result if counts.of_other_lse is None else result + _weighted(terms[3], counts.of_other_lse.detach())
+    return result
 
 
 def _weighted(term: Tensor, weights: Tensor) -> Tensor:
@@ -256,56 +243,50 @@ class _LinearClassTerms(torch.autograd.Function):
             return gradients(mix, tile, own, index[part], start + block.start, is_needed)
 
         sums = sums_of_tiles(mix.heads, (needed[:5], needed[5:10])[: len(mix.heads)], of_tile)
-        return *_in_shape(operands, sums, of_shares), *[None] * 4
+        of_heads = [*(y for of_head in sums for y in of_head), *[None] * (5 * (2 - len(sums)))]
+        return *_in_shape(operands, [*of_heads, of_shares]), *[None] * 4
 
 
 class _LinearLossSum(torch.autograd.Function):
-    """The sum, with gradients that forward computes."""
+    """The sum, with gradients of the head that forward computes."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *operands, classes, of_sum, of_class, of_total, of_other, numbers = args
-        counted = of_sum, of_class, of_total, of_other
-        ctx.numbers, ctx.needed = numbers, ctx.needs_input_grad[:11]
-        mix, index = Mix.of(operands, numbers).of_rows(), classes.reshape(-1)
-        needed = ctx.needed[:5], ctx.needed[5:10]
-        is_needed = [any(of_head) for of_head in needed]
-        counts = RowGrads(*(None if y is None else y.reshape(-1) for y in counted))  # type: ignore[arg-type]
-        sums = [Sums.of(head, of_head, head.x.dtype) for head, of_head in zip(mix.heads, needed, strict=False)]
+        *operands, classes, of_sum, of_class, of_total, numbers = args
+        ctx.numbers, ctx.needed = numbers, ctx.needs_input_grad[:5]
+        mix, index, is_needed = Mix.of(operands, numbers).of_rows(), classes.reshape(-1), any(ctx.needed)
+        counts = RowGrads(of_sum.reshape(-1), of_class.reshape(-1), None if of_total is None else of_total.reshape(-1))
+        sums = Sums.of(mix.own, ctx.needed, mix.own.x.dtype)
         total = mix.own.x.new_zeros((), dtype=torch.promote_types(mix.own.x.dtype, torch.float32))
-        for part in row_chunks(len(index), len(mix.own.weight) * (1 if mix.is_empty else 2)):
+        for part in row_chunks(len(index), len(mix.own.weight)):
             z, count = mix.own.logits(part), counts.rows(part)
             total += _weighted(picked(z, index[part], 0, len(mix.own.weight)), count.of_class)
-            read, tile = read_rows(mix, part, z, keeps=any(is_needed))
-            for term, weights in (
-                (read.lse, count.of_lse), (read.total, count.of_total), (read.other_lse, count.of_other_lse)
-            ):  # fmt: skip
-                total += 0 if term is None or weights is None else _weighted(term, weights)
-            if any(is_needed):
-                g = gradients(mix, tile, replace(count, total=read.total), index[part], 0, is_needed)
-                for each, of_products in zip(sums, g, strict=True):
-                    if of_products is not None:
-                        each.add(of_products, part)
-        of_heads = _in_shape(operands, [each.in_order() for each in sums], None)
-        ctx.save_for_backward(*operands, classes, *counted, *of_heads[:10])
+            read, tile = read_rows(mix, part, z, keeps=is_needed)
+            total += _weighted(read.lse, count.of_lse)
+            if read.total is not None and count.of_total is not None:
+                total += _weighted(read.total, count.of_total)
+            if is_needed:
+                sums.add(gradient_of_own(mix, tile, count, index[part], 0), part)
+        of_head = _in_shape(operands[:5], sums.in_order())
+        ctx.save_for_backward(*operands, classes, of_sum, of_class, of_total, *of_head)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        operands, classes, counts, grads = saved[:11], saved[11], RowGrads(*saved[12:16]), saved[16:]
+        operands, classes, counted, grads = saved[:11], saved[11], saved[12:15], saved[15:]
         if torch.is_grad_enabled():
 
-            def again(*tensors: Tensor | None) -> Tensor:
-                mix = Mix.of(tensors, ctx.numbers)
-                return _sum_of_terms(terms_at_once(mix, classes, 0, mix.own.weight.shape[0]), counts)
+            def again(*of_head: Tensor | None) -> Tensor:
+                mix = Mix.of((*of_head, *operands[5:]), ctx.numbers)
+                return _sum_of_terms(terms_at_once(mix, classes, 0, mix.own.weight.shape[0]), RowGrads(*counted))
 
-            return *differentiable(again, grad, operands, ctx.needed), *[None] * 6
+            return *differentiable(again, grad, operands[:5], ctx.needed), *[None] * 11
         # Where no row counts, the divisor of a mean is 0 and `grad` infinite: no row gets a gradient all the same.
-        nothing = torch.stack([(y == 0).all() for y in saved[12:16] if y is not None]).all()
+        nothing = torch.stack([(y == 0).all() for y in counted if y is not None]).all()
         # A number would be rounded to 16 bits first, and change all gradients by the same part.
         factor, is_last = grad.masked_fill(nothing, 0).view(1), _may_overwrite(grad)
-        return *(None if y is None else (y if is_last else y.clone()).mul_(factor) for y in grads), *[None] * 7
+        return *(None if y is None else (y if is_last else y.clone()).mul_(factor) for y in grads), *[None] * 11
 
 
 def _may_overwrite(grad: Tensor) -> bool:
@@ -313,11 +294,8 @@ def _may_overwrite(grad: Tensor) -> bool:
     return is_last_backward() and not is_kept(grad)
 
 
-def _in_shape(
-    operands: Sequence[Tensor | None], of_heads: Sequence[Sequence[Tensor | None]], of_shares: Tensor | None
-) -> list[Tensor | None]:
-    """Returns the gradients of all operands, with their dimensions of rows."""
-    grads = [*(y for of_head in of_heads for y in of_head), *[None] * (5 * (2 - len(of_heads))), of_shares]
+def _in_shape(operands: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns the gradients of operands, with their dimensions of rows."""
     return [
         None if y is None or operand is None else y.to(operand.dtype).view(operand.shape)
         for y, operand in zip(grads, operands, strict=True)

@@ -40,12 +40,7 @@ class Mix:
     def of(operands: Sequence[Tensor | None], numbers: Numbers) -> Mix:
         """Returns what `operands` and `numbers` were of."""
         scale, cap, other_scale, other_cap, own_part, other_part = numbers
-        own, other = (
-            None if weight is None or x is None else Head(weight, x, *more, *each)
-            for (weight, x, *more), each in (
-                (operands[:5], (scale, cap)), (operands[5:10], (other_scale, other_cap)),
-            )
-        )  # fmt: skip
+        own, other = _head(operands[:5], scale, cap), _head(operands[5:10], other_scale, other_cap)
         assert own is not None
         return Mix(own, other, own_part, other_part, operands[10])
 
@@ -93,6 +88,11 @@ class Mix:
         if self.shares is None:
             return None
         return (self.shares[block] if self.shares.dim() == 1 else self.shares[part, block]).to(dtype)
+
+
+def _head(operands: Sequence[Tensor | None], scale: float, cap: float) -> Head | None:
+    weight, x, bias, low_weight, low_x = operands
+    return None if weight is None or x is None else Head(weight, x, bias, low_weight, low_x, scale, cap)
 
 
 def terms_at_once(mix: Mix, classes: Tensor, start: int, size: int) -> Tensor:
@@ -147,7 +147,7 @@ def read_rows(mix: Mix, part: slice, z: Tensor, keeps: bool) -> tuple[RowTerms, 
     is_mean = not mix.is_empty and shares is None
     if shares is not None:
         total = _total(mix, shares, z, y)
-    exponentials, lse, number = exponentiate(z, keeps=is_mean or (keeps and mix.reads_logits))
+    exponentials, lse, number = exponentiate(z, keeps=is_mean or (keeps and mix.own.cap != 0))
     if is_mean:
         total = _total(mix, exponentials, z, y) * number[:, 0]
     if y is None:
@@ -209,10 +209,11 @@ def gradients(
     """
     # The second head first: it reads the probabilities that the first one overwrites.
     of_other = [_of_other(mix, tile, grads) if needed[1] else None] if mix.other is not None else []
-    return [_of_own(mix, tile, grads, index, start) if needed[0] else None, *of_other]
+    return [gradient_of_own(mix, tile, grads, index, start) if needed[0] else None, *of_other]
 
 
-def _of_own(mix: Mix, tile: Tile, grads: RowGrads, index: Tensor, start: int) -> Tensor:
+def gradient_of_own(mix: Mix, tile: Tile, grads: RowGrads, index: Tensor, start: int) -> Tensor:
+    """Returns the gradient of the products of the first head, as `gradients` does."""
     z, slope = tile.z, slope_of(tile.z, mix.own.cap)
     of_lse = grads.of_lse[:, None] * tile.number
     if grads.of_total is None or mix.shares is not None:

@@ -19,6 +19,7 @@ from torch import fx
 
 from autotp.ops.losses.linear_cross_entropy import linear_loss_sum
 from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
+from autotp.passes.lower.losses.logit_rules import one_precision, read
 from autotp.passes.lower.losses.logit_values import (
     Affine,
     Exp,
@@ -27,19 +28,9 @@ from autotp.passes.lower.losses.logit_values import (
     Shares,
     Value,
     WeightedValue,
-    one_precision,
-    read,
 )
-from autotp.passes.lower.losses.row_terms import (
-    Mean,
-    TermRequest,
-    Terms,
-    has_shares,
-    labels_of,
-    read_rows,
-    requests_of,
-    without_defaults,
-)
+from autotp.passes.lower.losses.row_terms import Terms, without_defaults, write_reader
+from autotp.passes.lower.losses.term_requests import Mean, TermRequest, has_shares, labels_of, requests_of
 from autotp.passes.lower.losses.vocab_parallel_loss import (
     MEAN,
     NONE,
@@ -220,7 +211,7 @@ def logits_within(value: Value) -> Iterator[Logits]:
 def _read(terms: Terms, node: fx.Node, heads: Heads) -> fx.Node:
     reader = heads.readers[node]
     if reader.name != "loss":
-        return read_rows(terms, node, reader)
+        return write_reader(terms, node, reader)
     logits = reader.value.softmax_of  # type: ignore[union-attr]
     assert logits is not None
     live = replace(logits, detached=False)
@@ -264,29 +255,24 @@ def _loss(terms: Terms, node: fx.Node, logits: Logits, may_sum: bool) -> fx.Node
 def _summed(terms: Terms, node: fx.Node, logits: Logits) -> fx.Node:
     """Writes a sum or a mean over rows of which this rank has all classes."""
     builder, call, args = terms.builder, terms.call, terms.builder.map(arguments_of(node))
-    weight, x, *_ = operands = terms.operands(logits)
-    dtype, of_all, of_total = dtype_of_sums(weight.meta["val"].dtype), None, None  # type: ignore[union-attr]
-    mean = Mean(-1.0, shares=Shares(node)) if has_shares(node) else None
-    if mean is not None:
-        of_all = terms.sum_of_shares(Shares(node), logits)
-    labels = labels_of(node)
+    weight, x, bias, *low = terms.operands(logits)
+    assert weight is not None and x is not None
+    dtype, labels, shares, of_shares = dtype_of_sums(weight.meta["val"].dtype), labels_of(node), None, None
+    if has_shares(node):
+        shares, all_shares = terms.shares(Shares(node), logits), terms.sum_of_shares(Shares(node), logits)
     if labels is None:
-        classes = terms.any_class(x)  # type: ignore[arg-type]
-        of_sum, of_total = of_all, call(aten.ones_like.default, of_all)
-        of_class = call(aten.zeros_like.default, of_all)
+        classes, of_sum, of_shares = terms.any_class(x), all_shares, call(aten.ones_like.default, all_shares)
+        of_class = call(aten.zeros_like.default, all_shares)
     else:
-        classes, ignored = terms.labels(labels)  # type: ignore[assignment]
-        counted = counted_rows(builder, ignored, own_weight(builder, args["weight"], classes), dtype)  # type: ignore[arg-type]
-        of_sum = of_class = counted
-        if of_all is not None:
-            of_class, of_total = (
-                terms.times(counted, 1 - args["label_smoothing"]),
-                counted_rows(builder, ignored, None, dtype),
-            )  # type: ignore[arg-type]
-            of_sum = call(aten.add.Tensor, of_class, call(aten.mul.Tensor, of_total, of_all))
-    arguments = terms.mixed(logits, operands, mean)
-    arguments = without_defaults(arguments) if of_total is None else [*arguments, of_total]
-    loss = call(linear_loss_sum, weight, x, classes, of_sum, of_class, *arguments)
+        classes, ignored = terms.labels(labels)
+        assert ignored is not None
+        of_sum = of_class = counted_rows(builder, ignored, own_weight(builder, args["weight"], classes), dtype)
+        if shares is not None:
+            of_class = terms.times(of_class, 1 - args["label_smoothing"])
+            of_shares = counted_rows(builder, ignored, None, dtype)
+            of_sum = call(aten.add.Tensor, of_class, call(aten.mul.Tensor, of_shares, all_shares))
+    more = without_defaults(linear_loss_sum, [logits.scale, logits.cap, bias, shares, *low, of_shares])
+    loss = call(linear_loss_sum, weight, x, classes, of_sum, of_class, *more)
     if args["reduction"] != MEAN:
         return loss
     return mean_of_sum(builder, loss, args, dtype)

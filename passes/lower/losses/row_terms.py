@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,111 +23,13 @@ from autotp.passes.lower.losses.logit_values import (
     Shares,
     WeightedValue,
 )
+from autotp.passes.lower.losses.term_requests import ALL, Classes, Mean, TermRequest, is_soft, labels_of, mean_of
 from autotp.passes.lower.losses.vocab_parallel_loss import legal_classes, shares_of_target
 from autotp.rules.call import arguments_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import draws, has, size_argument
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Classes:
-    """The class of each row. node: a loss, or a `gather` of one class"""
-
-    index: fx.Node
-    ignored: int | None
-
-
-@dataclass(frozen=True)
-class Mean:
-    """The sum over classes of probabilities, or of shares, times `own_part * logits + other_part * other`."""
-
-    own_part: float
-    other: Logits | None = None
-    other_part: float = 0.0
-    shares: Shares | None = None
-
-
-@dataclass(frozen=True)
-class TermRequest:
-    """What a reader needs of logits: the terms of their sum, and perhaps of a class, and of a mean."""
-
-    logits: Logits
-    classes: Classes | None = None
-    mean: Mean | None = None
-
-
-def requests_of(node: fx.Node, reader: RowReader) -> list[TermRequest] | None:
-    """Returns what a reader needs; None if no operator makes it."""
-    value = reader.value
-    match reader.name:
-        case "loss" | "pick":
-            if reader.name == "loss":
-                shares = Mean(-1.0, shares=Shares(node)) if has_shares(node) else None
-                return [TermRequest(value.softmax_of, labels_of(node), shares)]  # type: ignore[union-attr, arg-type]
-            return [TermRequest(logits, labels_of(node)) for logits, _ in value.parts] + _of_rows(value)  # type: ignore[union-attr]
-        case "lse":
-            (logits, factor), *_ = value.parts  # type: ignore[union-attr]
-            return [TermRequest(_times(logits, factor)), *_of_rows(value)]
-        case "argmax":
-            return []
-    if isinstance(value, Affine):
-        return [*(TermRequest(logits, mean=ALL) for logits, _ in value.parts), *_of_rows(value)]
-    if isinstance(value, WeightedValue) and isinstance(value.probabilities, Shares):
-        own = value.of.parts[0][0]
-        mean = mean_of(own, value.of, value.probabilities)
-        return None if mean is None else [TermRequest(own, mean=mean), *_of_rows(value.of)]
-    exponent = value.of if isinstance(value, Exp) else value.probabilities.of  # type: ignore[union-attr]
-    if len(exponent.parts) != 1:
-        return None
-    own = _times(*exponent.parts[0])
-    more = _of_rows(exponent)
-    if isinstance(value, Exp):
-        return [TermRequest(own), *more]
-    mean = mean_of(own, value.of)
-    return None if mean is None else [TermRequest(own, mean=mean), *more, *_of_rows(value.of)]
-
-
-ALL = Mean(1.0, shares=Shares(None))  # type: ignore[arg-type]
-"""The sum of logits over all classes."""
-
-
-def is_soft(node: fx.Node) -> bool:
-    """True for a loss whose target are probabilities."""
-    target = arguments_of(node).get("target")
-    return target is not None and target.meta["val"].is_floating_point()
-
-
-def has_shares(node: fx.Node) -> bool:
-    """True for a loss that reads the logits of every class."""
-    return is_soft(node) or bool(arguments_of(node).get("label_smoothing"))
-
-
-def labels_of(node: fx.Node) -> Classes | None:
-    """Returns the classes that a loss or a `gather` reads; None for probabilities."""
-    args = arguments_of(node)
-    if is_soft(node):
-        return None
-    return Classes(args["index"], None) if "index" in args else Classes(args["target"], args["ignore_index"])
-
-
-def mean_of(own: Logits, value: Affine, shares: Shares | None = None) -> Mean | None:
-    """Returns the mean of a value with probabilities of logits, or with shares; None for more than two heads."""
-    others = [(logits, number) for logits, number in value.parts if logits != own]
-    own_part = sum(number for logits, number in value.parts if logits == own)
-    if len(others) > 1:
-        return None
-    other, other_part = others[0] if others else (None, 0.0)
-    return Mean(own_part, other, other_part, shares) if own_part or others else None
-
-
-def _of_rows(value: Any) -> list[TermRequest]:
-    return [TermRequest(row.logits) for row, _ in value.rows if isinstance(row, Lse)]
-
-
-def _times(logits: Logits, factor: float) -> Logits:
-    return logits if factor == 1 else logits.times(factor)
 
 
 class Terms:
@@ -151,7 +54,7 @@ class Terms:
         self.inputs: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
         self.made: dict[Logits, list[tuple[TermRequest, fx.Node]]] = {}
         self.of_others: dict[Logits, fx.Node] = {}
-        self.shares_made: dict[Shares, fx.Node] = {}
+        self.shares_made: dict[tuple[Shares, fx.Node], fx.Node] = {}
         self.classes: dict[Classes, tuple[fx.Node, fx.Node | None]] = {}
 
     # ---- operands
@@ -186,9 +89,10 @@ class Terms:
 
     def shares(self, shares: Shares, logits: Logits) -> fx.Node:
         """Returns a number for each class, perhaps of each row: [v] or [* v]"""
-        if shares not in self.shares_made:
-            self.shares_made[shares] = self._new_shares(shares.node, logits)
-        return self.shares_made[shares]
+        key = shares, logits.linear
+        if key not in self.shares_made:
+            self.shares_made[key] = self._new_shares(shares.node, logits)
+        return self.shares_made[key]
 
     def _new_shares(self, node: fx.Node | None, logits: Logits) -> fx.Node:
         call, weight = self.call, self.builder.env[logits.linear.args[1]]  # type: ignore[index]
@@ -286,7 +190,7 @@ class Terms:
         """True if the new graph has what these classes, or the other head of a mean, are made of."""
         if isinstance(known, Classes):
             return self._copy_labels(known.index)
-        node, other = known.shares and known.shares.node, known.other
+        node, other = None if known.shares is None else known.shares.node, known.other
         has_shares = node is None or all(n in self.builder.env for n in self._operands_of(node))
         return has_shares and (other is None or all((linear, other.views) in self.inputs for linear in other.linears))
 
@@ -315,21 +219,16 @@ class Terms:
         return True
 
     def _new_terms(self, logits: Logits, classes: Classes | None, mean: Mean | None) -> fx.Node:
-        weight, x, *_ = operands = self.operands(logits)
+        weight, x, bias, *low = self.operands(logits)
         labels = self.labels(classes)[0] if classes is not None else self.any_class(x)  # type: ignore[arg-type]
         size = weight.meta["val"].shape[0]  # type: ignore[union-attr]
-        arguments = self.mixed(logits, operands, mean)
-        return self.call(linear_class_terms, weight, x, labels, 0, size, *without_defaults(arguments))
-
-    def mixed(self, logits: Logits, operands: list[fx.Node | None], mean: Mean | None) -> list[Any]:
-        """Returns the arguments of `linear_class_terms` from `scale` on."""
-        own_part, other, other_part, shares = (0.0, None, 0.0, None) if mean is None else vars(mean).values()
-        others = [None] * 5 if other is None else self.operands(other)
-        scales = (1.0, 0.0) if other is None else (other.scale, other.cap)
-        share = None if shares is None else self.shares(shares, logits)
-        _, _, bias, *low = operands
-        parts = own_part, other_part, *others[:2], *scales, others[2]
-        return [logits.scale, logits.cap, bias, *parts, share, *low, *others[3:]]
+        mean = mean or Mean(0.0)
+        others = [None] * 5 if mean.other is None else self.operands(mean.other)
+        scales = (1.0, 0.0) if mean.other is None else (mean.other.scale, mean.other.cap)
+        shares = None if mean.shares is None else self.shares(mean.shares, logits)
+        parts = mean.own_part, mean.other_part, *others[:2], *scales, others[2]
+        more = [logits.scale, logits.cap, bias, *parts, shares, *low, *others[3:]]
+        return self.call(linear_class_terms, weight, x, labels, 0, size, *without_defaults(linear_class_terms, more))
 
     def any_class(self, x: fx.Node) -> fx.Node:
         column = self.call(aten.select.int, x, -1, 0)
@@ -352,18 +251,19 @@ def _other_arguments(view: fx.Node) -> dict[str, Any]:
 # ---- what readers compute
 
 
-def read_rows(terms: Terms, node: fx.Node, reader: RowReader) -> fx.Node:
+def write_reader(terms: Terms, node: fx.Node, reader: RowReader) -> fx.Node:
     """Writes what a reader, which is no loss, computes of logits."""
     builder, value, call = terms.builder, reader.value, terms.call
     dtype = node.meta["val"].dtype
     match reader.name:
         case "pick":
-            total = terms.of_rows(value)  # type: ignore[arg-type]
+            total, classes = terms.of_rows(value), labels_of(node)  # type: ignore[arg-type]
+            assert classes is not None
             for logits, number in value.parts:  # type: ignore[union-attr]
-                total = terms.plus(terms.times(terms.picked(logits, labels_of(node)), number), total)
+                total = terms.plus(terms.times(terms.picked(logits, classes), number), total)
         case "lse":
             (logits, factor), *_ = value.parts  # type: ignore[union-attr]
-            total = terms.plus(terms.lse(_times(logits, factor)), terms.of_rows(value))  # type: ignore[arg-type]
+            total = terms.plus(terms.lse(logits.times(factor)), terms.of_rows(value))  # type: ignore[arg-type]
         case "argmax":
             total = _argmax(terms, value.parts[0][0])  # type: ignore[union-attr]
         case _:
@@ -373,13 +273,13 @@ def read_rows(terms: Terms, node: fx.Node, reader: RowReader) -> fx.Node:
     return call(aten.unsqueeze.default, total, -1) if reader.keeps_dim else total
 
 
-def without_defaults(arguments: list[Any]) -> list[Any]:
-    """Returns the arguments of `linear_class_terms` from `scale` on, up to the last one that is no default."""
-    defaults = [1.0, 0.0, None, 0.0, 0.0, None, None, 1.0, 0.0, *[None] * 6]
-    number = max(
-        (i + 1 for i, (x, y) in enumerate(zip(arguments, defaults, strict=False)) if x is not y and x != y), default=0
-    )
-    return arguments[: max(number, 3)]
+def without_defaults(target: Callable[..., Any], arguments: list[Any]) -> list[Any]:
+    """Returns the arguments of a head from `scale` to the last one that is no default; at least to its bias."""
+    defaults = [parameter.default for parameter in signature(target).parameters.values()][-len(arguments) :]
+    number = len(arguments)
+    while number > 3 and arguments[number - 1] == defaults[number - 1]:
+        number -= 1
+    return arguments[:number]
 
 
 def _argmax(terms: Terms, logits: Logits) -> fx.Node:
@@ -410,14 +310,14 @@ def _sum(terms: Terms, reader: RowReader) -> fx.Node:
             if (rows := terms.of_rows(value.of)) is not None:
                 total = terms.plus(total, call(aten.mul.Tensor, rows, terms.sum_of_shares(shares, own)))
         case WeightedValue(Exp(exponent)):
-            own, classes = _times(*exponent.parts[0]), exponent.parts[0][0].linear.meta["val"].shape[-1]
+            own, classes = Logits.times(*exponent.parts[0]), exponent.parts[0][0].linear.meta["val"].shape[-1]
             mean = mean_of(own, value.of)
             assert mean is not None
             sums = terms.plus(terms.mean(own, mean), terms.of_rows(value.of))
             probability = _probability(terms, value.probabilities)  # type: ignore[arg-type]
             total = sums if probability is None else call(aten.mul.Tensor, sums, probability)
     if total is None:
-        total = call(aten.ones_like.default, terms.lse(_times(*value.of.parts[0])))  # type: ignore[union-attr]
+        total = call(aten.ones_like.default, terms.lse(Logits.times(*value.of.parts[0])))  # type: ignore[union-attr]
     divisor: list[Any] = [classes] if reader.divisor in ("classes", "all") else []
     if reader.over_rows:
         dims = range(total.meta["val"].dim()) if reader.divisor else ()
@@ -433,7 +333,7 @@ def _probability(terms: Terms, value: Exp) -> fx.Node | None:
     exponent = value.of
     if exponent.logarithms_of is not None:
         return None
-    lse = terms.lse(_times(*exponent.parts[0]))
+    lse = terms.lse(Logits.times(*exponent.parts[0]))
     return terms.call(aten.exp.default, terms.plus(lse, terms.of_rows(exponent)))
 
 

@@ -103,6 +103,55 @@ def test_sum_gives_weighted_rows_and_their_gradients(scale: float, cap: float, b
 
 
 @pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("trained", ["head", "all"])
+@pytest.mark.parametrize("shape", [(CLASSES,), (*ROWS, CLASSES)], ids=["of-classes", "of-rows"])
+@pytest.mark.parametrize(("scale", "cap", "bias"), FORMS)
+def test_sum_with_shares_of_classes_and_an_added_product(
+    scale: float, cap: float, bias: bool, shape: tuple[int, ...], trained: str
+) -> None:
+    """As a loss with smoothed labels or with probabilities as its target; of a target that learns, too."""
+    (weight, x, *own_bias), classes = operands(bias)
+    low_weight, low_x = (torch.randn(*n, 3, dtype=torch.float64, requires_grad=True) for n in ((CLASSES,), ROWS))
+    (of_class, of_shares), of_sum, shares = (
+        torch.rand(2, *ROWS).double(),
+        torch.rand(ROWS).double(),
+        torch.rand(shape).double(),
+    )
+    learning = [weight, x, *own_bias, low_weight, low_x]
+    if trained == "all":
+        learning += [of_sum.requires_grad_(), shares.requires_grad_()]
+
+    def ours() -> Tensor:
+        more = [scale, cap, own_bias[0] if bias else None, shares, low_weight, low_x, of_shares]
+        return linear_loss_sum(weight, x, classes, of_sum, of_class, *more)  # type: ignore[arg-type]
+
+    def expected() -> Tensor:
+        z = (F.linear(x, weight, *own_bias) + F.linear(low_x, low_weight)) * scale
+        z = torch.tanh(z / cap) * cap if cap else z
+        own = z.gather(-1, classes[..., None])[..., 0]
+        return (of_sum * z.logsumexp(-1) - of_class * own - of_shares * (shares * z).sum(-1)).sum()
+
+    expect_same(ours, expected, learning)
+
+
+@pytest.mark.parametrize("shape", [(CLASSES,), (*ROWS, CLASSES)], ids=["of-classes", "of-rows"])
+def test_sum_with_shares_has_second_derivatives(shape: tuple[int, ...]) -> None:
+    (weight, x), classes = operands(bias=False)
+    counted, shares = torch.rand(ROWS).double(), torch.rand(shape).double()
+    low = [torch.randn(*n, 2, dtype=torch.float64, requires_grad=True) for n in ((CLASSES,), ROWS)]
+
+    def total(*tensors: Tensor) -> Tensor:
+        more = 0.5, 2.0, None, shares, *tensors[2:], counted
+        return linear_loss_sum(*tensors[:2], classes, counted, counted, *more)
+
+    assert torch.autograd.gradgradcheck(total, (weight, x, *low))
+    once, again = (
+        torch.autograd.grad(total(weight, x, *low), (weight, x, *low), create_graph=again) for again in (False, True)
+    )
+    torch.testing.assert_close(again, once)
+
+
+@pytest.mark.usefixtures("chunks")
 def test_rows_that_do_not_count_may_have_any_number() -> None:
     tensors, classes = operands(bias=False)
     counted = torch.ones(ROWS, dtype=torch.float64)
@@ -157,6 +206,10 @@ def test_rules_hold(tp: int, bias: bool) -> None:
     given = more[0] if bias else None
     assert prove_rule(linear_class_terms, (weight, x, classes, 0, CLASSES, 1.0, 0.0, given), {}, tp) == []
     assert prove_rule(linear_loss_sum, (weight, x, classes, counted, counted, 1.0, 0.0, given), {}, tp) == []
+    low = torch.rand(CLASSES, 2).double(), torch.rand(*ROWS, 2).double()
+    for shares in (torch.rand(CLASSES).double(), torch.rand(*ROWS, CLASSES).double()):
+        more = 1.0, 0.0, given, shares, *low, counted
+        assert prove_rule(linear_loss_sum, (weight, x, classes, counted, counted, *more), {}, tp) == []
 
 
 def test_a_class_out_of_range_is_refused() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -172,6 +173,46 @@ def a_frozen_head_has_no_gradient(rank: int, n: int) -> None:
     model = Words(bias=True).double()
     model.head.requires_grad_(False)
     beside_one_device(n, model)
+
+
+def expect_gradients(n: int, make: Callable[[], nn.Module], x: Tensor) -> None:
+    """Gradients of all parameters, and of an input that has one, are one device's: Adam would hide a factor."""
+    whole, inputs = make().double(), [x.detach().clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
+    with small():
+        mine = autotp.parallelize(make().double(), n, example_inputs=(x, LABELS))
+        for model, own in zip((mine, whole), inputs, strict=True):
+            model(own, LABELS).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= parameter.grad
+        torch.testing.assert_close(*(own.grad for own in inputs), rtol=0, atol=1e-10)
+        for name, tensor in autotp.full_state_dict(mine).items():
+            torch.testing.assert_close(tensor, whole.state_dict()[name], rtol=0, atol=1e-10)
+
+
+class Transposed(nn.Module):
+    """A head of rows that are no contiguous memory, such as [sequence batch hidden] of [batch sequence hidden]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x.transpose(0, 1)).flatten(0, 1), labels.t().flatten())
+
+
+@checks.on(2)
+def gradients_of_a_head_of_transposed_rows_are_summed(rank: int, n: int) -> None:
+    """Megatron-LM#5337: a sum over ranks went to a copy, and what was under the head had a part of its gradient."""
+    expect_gradients(n, Transposed, torch.randn(*LABELS.shape, WIDTH, generator=torch.manual_seed(1)).double())
+
+
+@checks.on(2)
+def a_tied_weight_has_its_gradient_once(rank: int, n: int) -> None:
+    """torchtitan#3174: the gradient of a weight of two names was written back twice."""
+    for more in ({}, {"label_smoothing": 0.1}):
+        expect_gradients(n, partial(Words, tied=True, **more), WORD_ROWS)
 
 
 @checks.on(4)

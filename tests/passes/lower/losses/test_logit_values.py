@@ -174,6 +174,28 @@ def test_shares_of_classes_that_the_model_computes(tp: int) -> None:
     assert report.ok and report.computed and report.worst.error < 1e-10, str(report)
 
 
+class TwoVocabularies(nn.Module):
+    """The sum over classes of the logits of two heads, which have other numbers of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(CLASSES, WIDTH)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, CLASSES + more) for more in (0, 4))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        means = [head(self.table(tokens)).log_softmax(-1).mean(-1) for head in self.heads]
+        return (means[0] * means[1]).mean()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_sums_over_the_classes_of_two_heads(tp: int) -> None:
+    model = TwoVocabularies().double()
+    assert fused(model, tp) == ["linear_class_terms"] * 2
+    report = autotp.verify(model, tp=tp, example_inputs=(WORD_ROWS, LABELS))
+    assert report.ok and report.computed and report.worst.error < 1e-10, str(report)
+
+
 def test_ranks_exchange_the_terms_of_all_rows_once() -> None:
     graph = first_graph(student("policy"), 2)
     reductions = [node for node in graph.nodes if node.target is collectives.reduce]
