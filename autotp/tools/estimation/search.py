@@ -153,7 +153,7 @@ def search(
     Args:
         model, gpu, batch, dtype, compiled, sequence, example_inputs: as for `estimate`.
         gpus: the number of devices.
-        memory: the part of a device's memory that tensors may take, or their bytes: "20GB".
+        memory: the part of a device's memory that tensors may take, or their bytes: "20GB". "auto": nine tenths.
 
     Raises:
         Error: as `estimate`; or no layout fits.
@@ -189,7 +189,8 @@ def expect_search(gpus: int, gpu: str | Hardware, batch: int, memory: float | st
     StepLayout(batch=batch)
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
         raise Error(f"gpus={gpus!r} is not a whole number of 1 or more", fix="gpus=8")
-    if isinstance(memory, str) and memory != "auto":
+    memory = 0.9 if memory == "auto" else memory
+    if isinstance(memory, str):
         memory = memory_limit(memory)
         return device, memory if memory > 1 else memory * device.memory
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 < memory <= 1:
@@ -467,7 +468,7 @@ def _raise_nothing_fits(layouts: Layouts, rough_prices: Sequence[tuple[StepLayou
     est = layouts.price(min(rough_prices, key=lambda pair: pair[1].memory)[0])
     size = est.fullest.total
     raise Error(
-        f"no layout fits: {est.layout} takes {size / GIB:.0f} GiB of {limit / GIB:.0f} on its fullest device",
+        f"no layout fits: {est.layout} takes {size / GIB:.3g} GiB of {limit / GIB:.3g} on its fullest device",
         fix="more gpus, or a smaller sequence",
     )
 

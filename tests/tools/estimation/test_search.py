@@ -133,6 +133,7 @@ def test_a_budget_makes_layouts_fit(found: autotp.Search) -> None:
 
 def test_memory_is_a_part_or_bytes(found: autotp.Search) -> None:
     assert searched(memory="90%").to_dict() == found.to_dict() == searched(memory=f"{0.9 * 6:.1f}GiB").to_dict()
+    assert searched(memory="auto").to_dict() == found.to_dict()
 
 
 def test_it_prints_and_is_plain_data(found: autotp.Search) -> None:
