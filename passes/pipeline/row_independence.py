@@ -32,12 +32,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from types import FunctionType
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from autotp.errors import Error
 from autotp.ops.collectives import scatter
@@ -354,7 +354,7 @@ def _refuse(node: fx.Node, problem: str, fix: str = "") -> None:
             fix="[1, tokens] in place of [tokens]: tokens.unsqueeze(0), and the same of what is as long",
             alternative=whole,
         )
-    name = node.target if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", node.target)
+    name = node.target.__name__ if isinstance(node.target, FunctionType) else node.target
     raise Error(
         f"`{name}` {problem}, which cannot be computed in parts",
         at=line_of(node),
