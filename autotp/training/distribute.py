@@ -152,7 +152,11 @@ def _expect_experts(training: Training, dp: int) -> None:
     """Raises Error if experts cannot be cut over replicas in this layout, or beside another option."""
     ep = training.ep
     if dp % ep:
-        raise Error(f"ep={ep} does not divide dp={dp}: experts are cut over replicas", fix=f"ep={math.gcd(ep, dp)}")
+        raise Error(
+            f"ep={ep} does not divide dp={dp}: experts are cut over replicas",
+            fix=f"dp={-(-dp // ep) * ep}, with as many times more ranks, or a smaller tp",
+            alternative=f"ep={math.gcd(ep, dp)}",
+        )
     if ep == 1:
         return
     if training.zero and ep != dp:

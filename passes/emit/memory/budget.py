@@ -278,6 +278,8 @@ def too_small(allowance: Allowance, needed: int, device: Hardware, ranks: int, r
     limit = memory_limit(allowance.memory)
     search = f'autotp.search(model, gpus={ranks}, gpu="{device.name}", batch={rows}), which lists layouts that fit'
     alternative = f"shorter sequences, a smaller microbatch, more ranks, or {search}"
+    if limit > 1 and allowance.fixed > limit * allowance.share:  # Shorter sequences would not help.
+        alternative = f"parameters in bfloat16, LoRA, zero=1 over replicas, more ranks, or {search}"
     if limit <= 1:
         return Error(
             f"memory={allowance.memory!r}: a microbatch keeps at least {needed}% of what it keeps without a budget",

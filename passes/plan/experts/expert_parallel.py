@@ -79,17 +79,18 @@ def described(graph: fx.Graph, ep: int) -> str:
     """Returns what the plan says of a graph whose rows travel."""
     tables = [node for node in graph.nodes if node.target is exchange.exchange_counts]
     numbers = sorted({table.args[2] for table in tables})
-    sent = 0.0
+    sent, most = 0.0, 0
     for node in graph.nodes:
         if node.target is exchange.to_experts:
             value, rows = node.meta["val"], node.args[2].args[0].meta["val"].shape[0]
             # `rows` is a number, or a symbol that has its number at capture.
             count = rows if isinstance(rows, int) else rows.node.hint
+            most = max(most, count)
             sent += count * math.prod(value.shape[1:]) * value.dtype.itemsize * (ep - 1) / ep
     several = f"{len(tables)} layers" if len(tables) > 1 else "1 layer"
     return (
-        f"{several} of {' or '.join(map(str, numbers))} experts over ep={ep}: for a microbatch a rank sends "
-        f"{bytes_text(sent)} of rows there, as many back, and their gradients in backward"
+        f"{several} of {' or '.join(map(str, numbers))} experts over ep={ep}: for {most} rows of chosen experts, "
+        f"those of the example inputs, a rank sends {bytes_text(sent)} there, as many back, and the gradients"
     )
 
 

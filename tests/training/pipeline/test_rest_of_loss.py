@@ -229,6 +229,18 @@ def unpadded(step: int, rows: int = ROWS) -> dict[str, Tensor]:
 
 
 @checks.on(4)
+def mixtral_over_replicas(rank: int, n: int) -> None:
+    with in_float64("mixtral"):
+        expect_one_device(transformer("mixtral"), hf_batch, steps=2, tp=2, dp=2)
+
+
+@checks.on(2)
+def mixtral_over_stages(rank: int, n: int) -> None:
+    with in_float64("mixtral"):
+        expect_one_device(transformer("mixtral"), hf_batch, steps=2, pp=2, microbatches=2)
+
+
+@checks.on(4, rare=True)
 def families_of_transformers(rank: int, n: int) -> None:
     for family in FAMILIES:
         with in_float64(family):
@@ -242,7 +254,7 @@ def families_in_microbatches(rank: int, n: int) -> None:
             expect_one_device(transformer(family), unpadded, tp=2, dp=2, microbatches=2, recompute="full")
 
 
-@checks.on(2)
+@checks.on(2, rare=True)
 def transformers_in_other_layouts(rank: int, n: int) -> None:
     for layout in ({"pp": 2, "microbatches": 2}, {"cp": 2}, {"dp": 2, "microbatches": 4}):
         for data in (hf_batch, unpadded):
