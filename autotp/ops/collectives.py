@@ -67,9 +67,9 @@ def joined_terms(parts: Tensor, op: str = "logsumexp") -> Tensor:
     fixed = parts.masked_fill(parts.isneginf(), -torch.inf)
     if op == "logsumexp":
         return fixed.logsumexp(0)
-    lse, *others = (fixed[:, i].logsumexp(0) for i in range(parts.shape[1]) if i != 2)
+    lse, *other_terms = (fixed[:, i].logsumexp(0) for i in range(parts.shape[1]) if i != 2)
     counts = (fixed[:, 0] - lse).exp() if op == "logsumexp_mean" else torch.ones_like(fixed[:, 0])
-    return torch.stack([lse, others[0], (counts * parts[:, 2]).sum(0), *others[1:]])
+    return torch.stack([lse, other_terms[0], (counts * parts[:, 2]).sum(0), *other_terms[1:]])
 
 
 def scatter(x: Tensor, group: str | None, dim: int, size: int, block: int = 1) -> Tensor:
@@ -471,9 +471,9 @@ def _with_halo(x: Tensor, group: str, dim: int, where: Reads, *_: Any) -> Tensor
     row = math.prod(rows.shape[1:])
     pieces = torch.cat([rows[a - start : b - start] for a, b in sent])
     counts = _elements(received, row), _elements(sent, row)
-    around = _sides(received, group)
-    others = _sent(pieces, *counts, group).view(sum(around), *rows.shape[1:]).movedim(0, dim)
-    before, after = (side.permute(order) for side in others.split(around, dim))
+    side_lengths = _sides(received, group)
+    received_rows = _sent(pieces, *counts, group).view(sum(side_lengths), *rows.shape[1:]).movedim(0, dim)
+    before, after = (side.permute(order) for side in received_rows.split(side_lengths, dim))
     return torch.cat([before, x.permute(order), after], order.index(dim)).permute(inverse(order))
 
 

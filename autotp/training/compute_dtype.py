@@ -67,7 +67,7 @@ class ParameterReader:
     def __call__(self, place: ParameterPlace) -> Tensor:
         """Returns the tensor at a place; a parameter in `dtype`. Its gradient arrives in the parameter's own dtype."""
         parameter = value_at(place)
-        # What ZeRO left whole is a DTensor, too (`replicate`): its local tensor is all of it.
+        # What ZeRO left whole is a DTensor, too (`as_dtensors`): its local tensor is all of it.
         value = parameter if is_sharded(parameter) and parameter not in self._experts else local_of(parameter)
         if self.dtype is None or not isinstance(parameter, nn.Parameter) or not value.is_floating_point():
             return value

@@ -60,18 +60,18 @@ def symbols(size: Any) -> set[Any]:
 
 def equal_symbols(graph: fx.Graph) -> dict[Any, Any]:
     """Returns symbol -> another one that is as large in each call, as comparisons of sizes in the graph assume."""
-    assumed, same = size_assumptions(graph), dict[Any, Any]()
+    assumed, equal = size_assumptions(graph), dict[Any, Any]()
     at_most = {sympy.expand(x.lhs - x.rhs) for x in assumed if isinstance(x, sympy.Le)}
     zeros = [x.lhs - x.rhs for x in assumed if isinstance(x, sympy.Eq)] + [x for x in at_most if -x in at_most]
     before = -1
-    while len(same) != before:  # One equation may show that another one is of two symbols.
-        before = len(same)
+    while len(equal) != before:  # One equation may show that another one is of two symbols.
+        before = len(equal)
         for zero in zeros:
-            for factor, _ in sympy.factor_list(zero.subs(list(same.items())))[1]:  # No size is 0.
+            for factor, _ in sympy.factor_list(zero.subs(list(equal.items())))[1]:  # No size is 0.
                 pair = sorted(factor.free_symbols, key=str)
                 if len(pair) == 2 and sympy.expand(factor) in (pair[0] - pair[1], pair[1] - pair[0]):
-                    same = {x: pair[1] if y == pair[0] else y for x, y in same.items()} | {pair[0]: pair[1]}
-    return same
+                    equal = {x: pair[1] if y == pair[0] else y for x, y in equal.items()} | {pair[0]: pair[1]}
+    return equal
 
 
 def is_mean(node: fx.Node) -> bool:
@@ -151,8 +151,8 @@ def _reads_count(node: fx.Node, rows: Collection[Any]) -> bool:
 
 def _is_proportional(value: Any, rows: Collection[Any]) -> bool:
     expr = value.node.expr.replace(lambda e: type(e).__name__ == "ToFloat", lambda e: e.args[0])
-    (row, *others) = rows
-    return not others and sympy.expand(expr.subs(row, 2 * row) - 2 * expr) == 0
+    (row, *further_symbols) = rows
+    return not further_symbols and sympy.expand(expr.subs(row, 2 * row) - 2 * expr) == 0
 
 
 def _has_rows(node: fx.Node, rows: Collection[Any]) -> bool:
@@ -254,7 +254,7 @@ def function_of_sums(
     """
     builder = Builder(fake_mode_of(graph))
     places = {node: [_placeholder(builder, value) for value in parts] for node, parts in values.items()}
-    functions = between([node for node, kind in ends.items() if kind == "function"], values)
+    functions = between([node for node, end in ends.items() if end == "function"], values)
     for node, (total, *count) in places.items():
         builder.origin = node
         mean = builder.cast(builder.call(aten.div.Tensor, total, *count), node.meta["val"].dtype) if count else total
@@ -266,11 +266,11 @@ def function_of_sums(
     terms = dict(builder.env)
     for node in graph.nodes:
         if node in linear:
-            kind = ends.get(node)
+            end = ends.get(node)
             builder.origin = node
-            if kind in ("sum", "mean", "count"):
-                terms[node] = builder.call(aten.full.default, [], int(kind == "count"), dtype=node.meta["val"].dtype)
-            elif kind is None:
+            if end in ("sum", "mean", "count"):
+                terms[node] = builder.call(aten.full.default, [], int(end == "count"), dtype=node.meta["val"].dtype)
+            elif end is None:
                 terms[node] = copied(builder.graph, node, terms.__getitem__)
     builder.graph.output((terms[loss],))
     return builder.graph

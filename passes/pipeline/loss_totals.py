@@ -111,18 +111,18 @@ def loss_totals(
     graph, loss, counted, readers = with_counts(graph, loss, inputs, rows, names or ())
     _expect_any_number(graph, inputs, ancestors([loss]) - counted)
     constant = _made_of(graph, (), without=counted)
-    sums, found = batch_sums(graph, inputs, rows, names or (), counted, constant)
-    if names is not None and names - readers - found:
+    sums, names_of_sums = batch_sums(graph, inputs, rows, names or (), counted, constant)
+    if names is not None and names - readers - names_of_sums:
         raise Error(
             "the loss of one row is computed by other operators than that of several rows",
-            at=next(iter(sorted(names - readers - found)))[1],
+            at=next(iter(sorted(names - readers - names_of_sums)))[1],
             fix="microbatches of two rows or more, or a mean in place of a division by the number of rows",
         )
     kinds = Kinds(constant, _made_of(graph, inputs), _made_of(graph, _places(graph) - set(inputs), True), sums, counted)
     terms = _terms(loss, kinds)
     if balance == "microbatch":
-        terms = {node: "mean" if kind == "function" else kind for node, kind in terms.items()}
-    divided = {node: kind == "count" for node, kind in terms.items() if kind in ("mean", "count")}
+        terms = {node: "mean" if term == "function" else term for node, term in terms.items()}
+    divided = {node: term == "count" for node, term in terms.items() if term in ("mean", "count")}
     _expect_divisors_only(loss, divided)
     builder, total_of, totals = Builder(fake_mode_of(graph)), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
@@ -140,7 +140,7 @@ def loss_totals(
     ordered = [
         total_of[term] for term in divided
     ]  # As their placeholders; the graph may compute them in another order.
-    functions = [node for node, kind in terms.items() if kind == "function"]
+    functions = [node for node, term in terms.items() if term == "function"]
     read = read_sums(functions, sums, divided) if functions else []
     parts = {node: _parts_of(builder, node, first, node in divided) for node in read}
     of_loss = returning(builder.graph, [builder.env[loss], *(x for some in parts.values() for x in some)], draw=True)
@@ -148,7 +148,7 @@ def loss_totals(
     by_rows = tuple(line_of(n) for n in dict.fromkeys([*divided, *read]) if _is_over_places(n, rows))
     return Totals(
         of_loss, returning(builder.graph, ordered, places=False), by_rows,
-        function_of_sums(graph, loss, terms, examples) if functions else None, readers | found,
+        function_of_sums(graph, loss, terms, examples) if functions else None, readers | names_of_sums,
     )  # fmt: skip
 
 

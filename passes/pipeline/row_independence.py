@@ -283,11 +283,13 @@ class _Proof:
             return False
         if values is None:
             return True
-        lengths, others = _lengths(classes), _lengths(values)
-        if lengths != others:
-            same = equal_symbols(node.graph)
-            lengths, others = ([sympy.sympify(n).subs(same) for n in some] for some in (lengths, others))
-        return lengths == others and self._side_by_side(self.axes.of(classes), self.axes.of(values))
+        lengths, value_lengths = _lengths(classes), _lengths(values)
+        if lengths != value_lengths:
+            equal = equal_symbols(node.graph)
+            lengths, value_lengths = (
+                [sympy.sympify(n).subs(equal) for n in sizes] for sizes in (lengths, value_lengths)
+            )
+        return lengths == value_lengths and self._side_by_side(self.axes.of(classes), self.axes.of(values))
 
     def _is_by_row(self, node: fx.Node) -> bool:
         """True if each row of an operator's result depends on the same row of its operands only."""

@@ -143,20 +143,20 @@ def sums_of_tiles(
     """
     n, classes = len(heads[0].x), len(heads[0].weight)
     dtype = torch.promote_types(heads[0].x.dtype, torch.float32)
-    sums = [Sums.of(head, wanted, dtype) for head, wanted in zip(heads, needed, strict=True)]
+    sums = [Sums.of(head, is_needed, dtype) for head, is_needed in zip(heads, needed, strict=True)]
     # Tiles are squares if there are as many rows and classes.
     side = max(math.isqrt(CHUNK), 1)
     for block in _ranges(classes, CHUNK // max(min(n, side), 1)):
-        of_block = [each.of_block(block) for each in sums]
+        of_block = [head_sums.of_block(block) for head_sums in sums]
         for part in _ranges(n, CHUNK // max(min(classes, side), 1)):
-            for each, of_weights, g in zip(sums, of_block, of_tile(block, part), strict=True):
+            for head_sums, of_weights, g in zip(sums, of_block, of_tile(block, part), strict=True):
                 if g is not None:
-                    each.add(g, part, block, of_weights)
-        for each, of_weights in zip(sums, of_block, strict=True):
-            for total, of_classes in zip(each.of_weights, of_weights, strict=True):
+                    head_sums.add(g, part, block, of_weights)
+        for head_sums, of_weights in zip(sums, of_block, strict=True):
+            for total, of_classes in zip(head_sums.of_weights, of_weights, strict=True):
                 if total is not None and of_classes is not None:
                     total[block] = of_classes
-    return [each.in_order() for each in sums]
+    return [head_sums.in_order() for head_sums in sums]
 
 
 @dataclass(frozen=True)

@@ -224,8 +224,8 @@ def gradient_of_own(mix: Mix, tile: Tile, grads: RowGrads, index: Tensor, start:
     else:
         # Of `sum(p * d)` by the logits: p * (d - sum(p * d) + own_part), with all that is of rows in two numbers.
         of_total = grads.of_total[:, None] * tile.number
-        same = torch.addcmul(of_lse, of_total, mix.own_part - grads.total[:, None])  # type: ignore[index]
-        g = torch.addcmul(same, z, of_total * mix.own_part, out=z)
+        of_rows = torch.addcmul(of_lse, of_total, mix.own_part - grads.total[:, None])  # type: ignore[index]
+        g = torch.addcmul(of_rows, z, of_total * mix.own_part, out=z)
         if tile.y is not None and mix.other_part:
             g.addcmul_(tile.y, of_total * mix.other_part)
         g.mul_(tile.exponentials)

@@ -90,10 +90,10 @@ def halo_bytes(node: fx.Node, reach: Reach, axes: Axes, cuts: Mapping[fx.Node, A
     dim = _sequence(node, axes, cuts[node])
     assert dim is not None
     length = elements_of(axes.bound[node].operands[1].meta["val"].shape[dim : dim + 1])
-    around = reach.around(call_of(node).arguments)
+    reaches = reach.around(call_of(node).arguments)
     before, after = (
         number_at_capture(n, length if side < 0 else side)
-        for n, side in zip(around, (reach.window, reach.after), strict=True)
+        for n, side in zip(reaches, (reach.window, reach.after), strict=True)
     )
     keys = keys_seen(length, parts, before, None, reach.chunk, after)
     sent = sum(stop - first for first, stop in keys) - length

@@ -51,9 +51,9 @@ def window_of(graph: fx.Graph) -> tuple[int, int] | None:
         if node.op == "placeholder":
             facts[node] = {"q": Position(1, 0, 0), "k": Position(0, 1, 0)}.get(node.name)
         elif node.op == "output":
-            least, greatest = _range(facts.get(node.args[0]))
-            bounded = math.isfinite(least) and math.isfinite(greatest)
-            return (max(0, math.floor(-least)), max(0, math.floor(greatest))) if bounded else None
+            smallest, greatest = _range(facts.get(node.args[0]))
+            bounded = math.isfinite(smallest) and math.isfinite(greatest)
+            return (max(0, math.floor(-smallest)), max(0, math.floor(greatest))) if bounded else None
         else:
             packet = getattr(node.target, "overloadpacket", None)
             meaning = MEANINGS.get(packet)
