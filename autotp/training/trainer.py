@@ -9,20 +9,17 @@ added without weights.
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
 from threading import Thread, current_thread
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -31,10 +28,10 @@ from autotp.attached import READ
 from autotp.compiler import rank_graph, rank_program, warn_of_whole_sequences
 from autotp.diagnostics.report import memory_plan
 from autotp.display.sheet import Table
-from autotp.distributed.agreement import Fact, agree, line_sums, tried
+from autotp.distributed.agreement import Fact, agree, tried
 from autotp.distributed.cut_tensors.cut_parameter import Cut, CutTensor, as_cut
 from autotp.distributed.cut_tensors.rows_of_parts import rows_of_part
-from autotp.distributed.device_arguments import inputs_on_host, to_device
+from autotp.distributed.device_arguments import to_device
 from autotp.distributed.fingerprint import Fingerprint, fingerprint
 from autotp.distributed.mesh import Mesh, broadcast_from_first, group_of, make_mesh, new_group
 from autotp.distributed.peers.heartbeat import take_note_back
@@ -44,10 +41,9 @@ from autotp.groups.failures import peer_error
 from autotp.model_library import library
 from autotp.ops.collectives import reduce
 from autotp.passes.capture.example_inputs import example_inputs as find_inputs
-from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.emit.attach_parameters import Owner, module_at, place_in, value_at
+from autotp.passes.emit.attach_parameters import module_at, place_in, value_at
 from autotp.passes.emit.memory.budget import budget_on
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.stages import Division, Stage, staged
@@ -57,17 +53,15 @@ from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders, returned
 from autotp.runtime.call_consistency import SAME_ROWS
 from autotp.runtime.executable import CHECKED_CALLS, MOST
-from autotp.runtime.fsdp import as_dtensors, rows_as_dtensors
+from autotp.runtime.fsdp import rows_as_dtensors
 from autotp.runtime.graph_digest import digest, draws_alike, order_of, same_cards, same_graph, same_order
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
-from autotp.runtime.shard_parameters import leave_behind, shard_parameters
-from autotp.runtime.torch_hooks.gradient_hooks import add_gradients, move_hooks, without_hooks
+from autotp.runtime.torch_hooks.gradient_hooks import add_gradients, without_hooks
 from autotp.runtime.torch_hooks.loading import part_in
 from autotp.runtime.torch_hooks.optimizer_steps import count_anew, steps_taken
 from autotp.sharding.boxes import is_sharded, local_of
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_bounds
-from autotp.source_location import block_in, block_of
 from autotp.tracebacks import shorten_traceback
 from autotp.training import process_groups as groups
 from autotp.training.compute_dtype import ParameterReader, cast_arguments
@@ -84,9 +78,11 @@ from autotp.training.microbatches import (
 from autotp.training.model_settings import model_settings
 from autotp.training.original_model import OriginalModel, expect_one_mode
 from autotp.training.pipeline.documents import Documents, LongestDocuments
-from autotp.training.pipeline.full_masks import are_full, masks_left_out
-from autotp.training.pipeline.gradient_buckets import GradientSums, sum_in_buckets
-from autotp.training.pipeline.rest_of_loss import RestOfLoss, first_pass
+from autotp.training.pipeline.microbatch_graphs import Pipeline, checksums_of, fitting_graphs
+from autotp.training.pipeline.microbatch_run import MicrobatchRun
+from autotp.training.pipeline.rank_parameters import ReadsParts, divide_rows, hold_parts, readers_of, tensors_of_stages
+from autotp.training.pipeline.replica_gradients import ReplicaGradients
+from autotp.training.pipeline.rest_of_loss import RestOfLoss
 from autotp.training.pipeline.schedules import (
     StageModule,
     Training,
@@ -113,11 +109,9 @@ from autotp.training.step_consistency import (
     without_optimizer,
 )
 from autotp.training.step_facts import LateFacts, StepFacts, finite_tensors, raise_nonfinite
-from autotp.training.trainer_module import InGraphs, as_module_of
+from autotp.training.trainer_module import InGraphs
 
 T = TypeVar("T")
-ReadsParts = Callable[[Mapping[str, Layout], Mesh, Collection[str]], Mapping[str, Tensor]]
-"""(layouts, tensor-parallel mesh, names of what this rank holds) -> its parts of what files have."""
 OpensModel = Callable[[Mesh], tuple[nn.Module, ReadsParts]]
 """mesh of all ranks -> a model on meta, and the function that reads its parameters."""
 NO_OPTIMIZER = (
@@ -134,77 +128,6 @@ OTHER_LENGTHS = (
 def _shapes(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shape of a tensor, and that of what this rank has of it."""
     return tuple(tensor.shape), tuple(local_of(tensor).shape)
-
-
-def checksums_of(analysis: Program, lowered: fx.Graph) -> tuple[int, int]:
-    """Returns checksums of a graph before sequences are cut, and of a rank's collectives in order."""
-    return zlib.crc32(repr(line_sums(digest(analysis))).encode()), order_of(lowered)
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """The graphs of one mode, for microbatches of one kind.
-
-    Attributes:
-        key: the mode, the places of the tensors with rows, and the arguments' structure.
-        shapes: the shapes of a microbatch's tensors; an engine can run these only.
-        analysis: the program of a microbatch.
-        stages: number of a stage of this rank -> its graph.
-        engine: torch's schedule that runs the stages; None if this rank has the whole pipeline.
-        first: the same for forward alone, before a step whose loss needs sums over the batch; None if there is none.
-        guard: sees whether the original model is as it was captured.
-        learning: the names of the parameters that have a gradient; None means all that the graphs read.
-        checksums: those of the graph before sequences are cut, and of this rank's collectives in order.
-    """
-
-    key: Any
-    shapes: Sequence[Any]
-    analysis: Program
-    stages: Mapping[int, RankProgram]
-    engine: Any
-    first: Any
-    guard: Guard
-    learning: frozenset[str] | None
-    checksums: tuple[int, int]
-
-    @property
-    def training(self) -> bool:
-        """Whether the graphs are for training."""
-        return bool(self.key[0])
-
-    @property
-    def functions(self) -> fx.Graph | None:
-        """The part of the loss that is computed from sums over the batch."""
-        assert self.analysis.totals is not None
-        return self.analysis.totals.functions
-
-    @cached_property
-    def read(self) -> tuple[list[str], list[str]]:
-        """The names of the parameters that the graph reads, and the blocks in order."""
-        graph, names = self.analysis.graph, self.analysis.captured.parameters
-        read = [names[node.name] for node in graph.find_nodes(op="placeholder") if node.users and node.name in names]
-        blocks = dict.fromkeys(block_of(node) for node in graph.nodes if node.op != "placeholder")
-        return sorted(read), [block for block in blocks if block]
-
-    @cached_property
-    def documents(self) -> Documents:
-        """What is known of packed documents in a batch."""
-        return Documents(self.analysis)
-
-    def runs(self, shapes: Sequence[Any]) -> bool:
-        """True if stages send tensors of the same shapes for these. The number of documents does not matter."""
-        places = [i for i, name in enumerate(self.analysis.captured.inputs) if name not in self.documents.beside]
-        return self.engine is None or all(self.shapes[i] == shapes[i] for i in places)
-
-    @cached_property
-    def masks_left_out(self) -> list[int]:
-        """The places, among a batch's tensors, of the masks that must have ones only for these graphs."""
-        return masks_left_out(self.analysis.captured)
-
-    @cached_property
-    def on_host(self) -> frozenset[str]:
-        """The names of the inputs that an operator wants on the CPU."""
-        return inputs_on_host(self.analysis.graph, self.analysis.captured.inputs)
 
 
 class Trainer(InGraphs, HasHoldings):
@@ -316,7 +239,10 @@ class Trainer(InGraphs, HasHoldings):
         self._engine(analysis, {i: nn.Identity() for i in self._my_stages})
         self._exchanges = exchanges(analysis.graph, analysis.captured.parameters)
         of_experts = dict.fromkeys(name for some in self._exchanges for name in some)
-        self._hold(model, analysis, stages, read_folder, of_experts)
+        needed = tensors_of_stages(analysis, stages, self._my_stages)
+        layouts = self.layouts | {name: self._of_own_experts(self.layouts[name]) for name in of_experts}
+        blocks = [block for i in self._my_stages for block in stages[i].blocks]
+        hold_parts(self, model, self.skeleton, blocks, needed, layouts, read_folder, self.place, self.everyone)
         whole = dict(self.named_parameters())
         # In the order of the model, which is the same on all ranks.
         self._experts = dict.fromkeys(
@@ -328,7 +254,8 @@ class Trainer(InGraphs, HasHoldings):
         # In `__dict__`: a model may have a module named "shared" or "tied", whose attribute this would be.
         self.__dict__["shared"] = groups.shared(self._holders, mesh, timeout)
         self.__dict__["tied"] = self._tied()
-        readers, self._read = self._readers(stages, analysis), ParameterReader(training.compute_dtype, self._experts)
+        readers = readers_of(self, analysis, {i: stages[i] for i in self._my_stages})
+        self._read = ParameterReader(training.compute_dtype, self._experts)
         at_once = mesh["pp"].size() == training.microbatches == 1
         self._works = {
             i: StageModule([m for m, some in readers.items() if i in some], at_once) for i in self._my_stages
@@ -337,11 +264,19 @@ class Trainer(InGraphs, HasHoldings):
             stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of
         )
         if self._experts or self._gathers:
-            self._as_dtensors(stages, analysis.captured.parameters, whole)
+            names = analysis.captured.parameters
+            read = {name for i in self._my_stages for name in parameters_of_stage(stages[i], names)}
+            # Each of several stages would gather a parameter that they read.
+            divide_rows(self, read - self._several if self._gathers else (), self._mesh_of_rows, whole)
         self._longest.note((args, kwargs), analysis)
         key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
         self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums_of(analysis, lowered))]
-        self._learning: dict[Any, list[nn.Parameter]] = {}
+        self._gradients = ReplicaGradients(
+            self, self.shared, self._several, mesh.get_group("dp"),
+            # Graphs that gather sum by themselves, and a bucket takes plain tensors.
+            under_backward=mesh["dp"].size() > 1 and not training.zero and not self._exchanges,
+            experts=self._experts, copies=group_of(self._copies) if self._experts and self._copies.size > 1 else None,
+        )  # fmt: skip
         for name, parameter in self.named_parameters():
             as_cut(parameter, Cut(name, self.layouts[name], self.place))
         self._seed()
@@ -369,10 +304,6 @@ class Trainer(InGraphs, HasHoldings):
     def _every_tensor(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.named_parameters(remove_duplicate=False)
         yield from self.named_buffers(remove_duplicate=False)
-
-    def _holds(self, path: str) -> bool:
-        """True if this rank has a module of this name."""
-        return path in dict(self.named_modules())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Loads what `state_dict()` returned on this rank, or whole tensors.
@@ -475,67 +406,11 @@ class Trainer(InGraphs, HasHoldings):
     def _cut(self, analysis: Program, lowered: fx.Graph) -> list[Stage]:
         return staged(lowered, self._division.blocks, list(analysis.captured.parameters))
 
-    def _hold(
-        self,
-        model: nn.Module,
-        analysis: Program,
-        every: Sequence[Stage],
-        read_folder: ReadsParts | None,
-        of_experts: Collection[str],
-    ) -> None:
-        """Registers this rank's parts of the tensors that its stages read; a block becomes an `Owner`.
-
-        Args:
-            of_experts: the parameters of which it holds the rows of its own experts.
-        """
-        names, stages = analysis.captured.parameters | analysis.captured.buffers, [every[i] for i in self._my_stages]
-        read = {name for stage in stages for name in placeholders(stage.graph)}
-        read |= set(placeholders(analysis.totals.counts)) if analysis.totals is not None else set()
-        unread = set(names) - {name for stage in every for name in placeholders(stage.graph)}
-        needed = list(dict.fromkeys(name for placeholder, name in names.items() if placeholder in read | unread))
-        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        parameters = {name for name, _ in model.named_parameters()}
-        for name in (name for stage in stages for name in stage.blocks):
-            module_at(self, name, Owner)
-        layouts = self.layouts | {name: self._of_own_experts(self.layouts[name]) for name in of_experts}
-        of_files = read_folder(layouts, self.place, needed) if read_folder is not None else {}
-        parts = shard_parameters(model, layouts, self.place.rank, self.everyone, of_files, needed)
-        for name, tensor in parts.items():
-            path, _, key = name.rpartition(".")
-            module = module_at(self, path)
-            if name in parameters:
-                # Of a model on `meta` a part is a plain tensor.
-                parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, name not in frozen)
-                module._parameters[key] = parameter
-            else:
-                module._buffers[key] = tensor
-        originals = dict(self.skeleton.named_modules(remove_duplicate=False))
-        for path, original in originals.items():  # Parts without tensors, such as a dropout in a block held here.
-            if not [*original.parameters(), *original.buffers()] and self._holds(path.rpartition(".")[0]):
-                module_at(self, path)
-        for path, module in [(path, module) for path, module in self.named_modules() if path]:
-            as_module_of(module, originals[path])
-        for path, module in self.named_modules():  # Parameters come in the model's order, as for its optimizers.
-            for table in ("_modules", "_parameters", "_buffers"):
-                entries, order = vars(module)[table], vars(originals[path])[table]
-                for key in (key for key in order if key in entries):
-                    entries[key] = entries.pop(key)
-
     def _tied(self) -> dict[str, Mesh]:
         """Returns, for each parameter in `shared`, the mesh of the ranks that hold it."""
         every = dict.fromkeys(group for _, group in self.shared.values())
         meshes = {group: groups.mesh_along(self.place, group, "pp") for group in every}
         return {name: meshes[group] for name, (_, group) in self.shared.items()}
-
-    def _readers(self, stages: Sequence[Stage], analysis: Program) -> dict[nn.Module, set[int]]:
-        """Returns module -> the stages that read its tensors: for a tensor in a block, the module is the block."""
-        names = analysis.captured.parameters | analysis.captured.buffers
-        readers: dict[nn.Module, set[int]] = {}
-        for i in self._my_stages:
-            for name in (names[x] for x in placeholders(stages[i].graph) if x in names):
-                block = block_in(name) if block_in(name) in stages[i].blocks else name.rpartition(".")[0]
-                readers.setdefault(module_at(self, block), set()).add(i)
-        return readers
 
     @cached_property
     def _mesh_of_rows(self) -> DeviceMesh:
@@ -552,26 +427,6 @@ class Trainer(InGraphs, HasHoldings):
     def _gathers(self) -> bool:
         """Whether replicas keep rows of parameters, and the graphs gather them: ZeRO."""
         return self._training.zero > 0 and self.mesh["dp"].size() > 1
-
-    def _as_dtensors(
-        self, stages: Sequence[Stage], names: Mapping[str, str], whole: Mapping[str, nn.Parameter]
-    ) -> None:
-        """Makes parameters DTensors, in place of the ones that this rank had first (`whole`).
-
-        With ZeRO it leaves this replica's rows of the parameters that the graphs read.
-
-        A parameter that several stages of one rank read stays whole on all ranks: each would gather it. So does one
-        without dimensions, or without elements on this rank: nothing of it can be divided.
-        """
-        gathered = {name for i in self._my_stages if self._gathers for name in parameters_of_stage(stages[i], names)}
-        own = dict(self.named_parameters())
-        divided = {p for name, p in own.items() if name in gathered - self._several and p.dim() and p.numel()}
-        as_dtensors(self, self._mesh_of_rows, divided)
-        now = dict(self.named_parameters())
-        # New parameters are in the place of the old ones, which the user's hooks are on.
-        for name, parameter in whole.items():
-            move_hooks(parameter, now[name])
-        leave_behind(parameter for name, parameter in whole.items() if now[name] is not parameter)
 
     def _pipeline(
         self, key: Any, shapes: Sequence[Any], analysis: Program, stages: Sequence[Stage], checksums: tuple[int, int]
@@ -697,10 +552,11 @@ class Trainer(InGraphs, HasHoldings):
             with without_hooks(before):
                 self.zero_grad(set_to_none=True)
                 self._scale(torch.zeros((), device=self.place.device))  # Initialises the scaler also without a loss.
-                sums = self._gradient_sums()
+                sums = self._gradients.begin()
+                for work in self._works.values():
+                    work.sums = sums
                 losses = self._named_if_lost("Trainer.step", lambda: self._run(pipeline, inputs))
-                self._named_if_lost("Trainer.step", lambda: self._sum_gradients(sums))
-                self._note_learning()
+                self._named_if_lost("Trainer.step", lambda: self._gradients.finish(sums))
                 self._drop_zeros(pipeline.learning)
         except BaseException:  # The step adds nothing, and what was there stays.
             for parameter, grad in before.items():
@@ -797,7 +653,7 @@ class Trainer(InGraphs, HasHoldings):
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
         arguments = attempt[0].arguments if attempt else None
         state = step_state(training, frozen, arguments, self.place, values, steps_taken(self))
-        pipeline = self._fitting_graphs(attempt[0]) if attempt else None
+        pipeline = fitting_graphs(self._pipelines, attempt[0]) if attempt else None
         state = state._replace(captures=pipeline is None, read=self._read_by_replicas(pipeline) if pipeline else 0)
         now = fingerprint(attempt[0].arguments) if attempt else Fingerprint()
         prints: Prints = {**self.late.prints(), NOW: now.as_ints() if now.arrived is None else None}
@@ -856,29 +712,14 @@ class Trainer(InGraphs, HasHoldings):
         size = row_count(tensors, self._training.microbatches, places) // self._training.microbatches
         micro, key = map_rows((args, kwargs), places, lambda x: x[:size]), (training, places, structure)
         batch = Batch((args, kwargs), micro, tensors, places, key, [x.shape for x in batch_tensors(*micro)])
-        fitting = self._fitting_graphs(batch, of_size=False)
+        fitting = fitting_graphs(self._pipelines, batch, of_size=False)
         if fitting is not None:  # Else a capture looks.
             fitting.documents.expect_whole(tensors, self._training.microbatches)
         return batch
 
-    def _fitting_graphs(self, batch: Batch, of_size: bool = True) -> Pipeline | None:
-        """Returns the graphs for a batch, or None; with `of_size`, only graphs whose engine fits the batch's size."""
-        fitting = []
-        for pipeline in self._pipelines:
-            if pipeline.key != batch.key or (of_size and not pipeline.runs(batch.shapes)):
-                continue
-            if pipeline.analysis.captured.fits(batch.shapes):
-                fitting.append(pipeline)
-        # Graphs without masks come first where they are right: they can run kernels that take no mask.
-        without_masks = [pipeline for pipeline in fitting if pipeline.masks_left_out]
-        full = [pipeline for pipeline in without_masks if are_full(batch.tensors, pipeline.masks_left_out)]
-        with_masks = (pipeline for pipeline in fitting if not pipeline.masks_left_out)
-        rest = (pipeline for pipeline in with_masks if without_masks or pipeline.analysis.call.looks or batch.padded)
-        return next(itertools.chain(full, rest), None)
-
     def _capture(self, training: bool, batch: Batch) -> Pipeline:
         """Returns new graphs for a batch; if only the size differs from known graphs, these with a new engine."""
-        fit = self._fitting_graphs(batch, of_size=False)
+        fit = fitting_graphs(self._pipelines, batch, of_size=False)
         if fit is not None:
             engine, first = self._engines(fit.analysis, training)
             pipeline = replace(fit, shapes=batch.shapes, engine=engine, first=first)
@@ -919,7 +760,11 @@ class Trainer(InGraphs, HasHoldings):
         """Runs forward, and in training backward; returns the microbatches' losses on ranks with the last stage."""
         try:
             with self._read.one_step():
-                return self._run_microbatches(pipeline, inputs)
+                return MicrobatchRun(
+                    pipeline, self._works, inputs, self._training,
+                    has_last=len(self._division.blocks) - 1 in self._my_stages,
+                    adds_rest=self.mesh["dp"].get_local_rank() == 0, scale=self._scale, device=self.place.device,
+                ).losses()  # fmt: skip
         except BaseException as error:  # Other ranks wait for a stage, or a part of the gradients is held.
             divided = self.mesh["pp"].size() > 1 or (self._training.zero and self.mesh["dp"].size() > 1)
             divided = divided or bool(self._exchanges)
@@ -928,64 +773,6 @@ class Trainer(InGraphs, HasHoldings):
         finally:
             for graph in pipeline.stages.values():
                 graph.end_step()
-
-    def _run_microbatches(self, pipeline: Pipeline, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        for graph in pipeline.stages.values():
-            graph.begin_step()
-        rest = next((work.rest for work in self._works.values() if work.rest is not None), None)
-        at_once = all(work.at_once for work in self._works.values())
-        if pipeline.functions is not None and pipeline.training and not at_once:  # NOTE [A pass for the sums]
-            with first_pass(self.place.device):
-                self._run_forward(pipeline, inputs)
-            if rest is not None:
-                rest.sum_up()
-        losses = self._run_parts(pipeline, inputs)
-        if rest is not None:
-            value = rest.sum_up() if rest.value is None else rest.value
-            # One replica adds it.
-            losses += [self._scale(value)] * (self.mesh["dp"].get_local_rank() == 0)
-        return losses
-
-    def _run_forward(self, pipeline: Pipeline, inputs: Mapping[str, Tensor]) -> None:
-        """Runs forward of all microbatches."""
-        if pipeline.first is not None:
-            pipeline.first.eval(**inputs, target=self._target(), losses=[])
-            return
-        (work,) = self._works.values()
-        for part in self._parts_of(pipeline, inputs):
-            work(**part)
-
-    def _target(self) -> Tensor | None:
-        """Returns what torch's schedule divides among the microbatches as a target. Our loss does not read it."""
-        last = len(self._division.blocks) - 1 in self._my_stages
-        return torch.zeros(self._training.microbatches) if last else None
-
-    def _parts_of(self, pipeline: Pipeline, inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Returns the inputs of each microbatch."""
-        rows, parts = {*pipeline.analysis.rows, *pipeline.documents.tokens}, self._training.microbatches
-        divided = {name: value.chunk(parts) if name in rows else [value] * parts for name, value in inputs.items()}
-        return [{name: values[i] for name, values in divided.items()} for i in range(parts)]
-
-    def _run_parts(self, pipeline: Pipeline, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        losses: list[Tensor] = []
-        if pipeline.engine is not None:
-            run = pipeline.engine.step if pipeline.training else pipeline.engine.eval
-            run(**inputs, target=self._target(), losses=losses)
-            for graph in pipeline.stages.values():
-                graph.sum_the_rest()
-            return losses
-        (work,), parts = self._works.values(), self._parts_of(pipeline, inputs)
-        for i, part in enumerate(parts):
-            last = i == len(parts) - 1
-            # ZeRO 1 keeps whole gradients until the last microbatch; 2 and 3 keep rows, so each microbatch is summed.
-            work.graph.sum_now(self._training.zero > 1 or last)
-            loss = self._scale(work(**part).sum())
-            if pipeline.training:
-                with work.last_backward() if last else nullcontext():
-                    loss.backward()
-            losses.append(loss.detach())
-        work.graph.sum_the_rest()
-        return losses
 
     def _scale(self, loss: Tensor) -> Tensor:
         scaled: Tensor = loss if self._scaler is None else self._scaler.scale(loss)
@@ -1007,48 +794,3 @@ class Trainer(InGraphs, HasHoldings):
         for name, parameter in self.named_parameters():
             if learning is not None and name not in learning:
                 parameter.grad = None
-
-    def _gradient_sums(self) -> GradientSums:
-        """Returns the sums over the replicas that run under backward; each stage's module starts its own.
-
-        These are sums of the parameters that had gradients in the last step that trained the same ones, but for those
-        that several stages read, or that ZeRO divides.
-        """
-        learning = self._learning.get(self._trained(), []) if self._sums_under_backward else []
-        excluded = {*self.shared, *self._several}
-        names = {parameter: name for name, parameter in self.named_parameters()} if learning else {}
-        sums = GradientSums([p for p in learning if names[p] not in excluded], self.mesh.get_group("dp"))
-        for work in self._works.values():
-            work.sums = sums
-        return sums
-
-    @property
-    def _sums_under_backward(self) -> bool:
-        # Graphs that gather sum by themselves, and a bucket takes plain tensors.
-        return self.mesh["dp"].size() > 1 and not self._training.zero and not self._exchanges
-
-    def _trained(self) -> tuple[bool, ...]:
-        """Returns which parameters are trained: it is the same on all replicas, whatever graphs their batches have."""
-        return tuple(parameter.requires_grad for parameter in self.parameters())
-
-    def _note_learning(self) -> None:
-        """Notes which parameters got a gradient: the same ones do in the next step in which as many are trained."""
-        if self._sums_under_backward:
-            self._learning[self._trained()] = [p for p in self.parameters() if p.grad is not None]
-
-    def _sum_gradients(self, sums: GradientSums) -> None:
-        """Sums gradients: of shared parameters over their stages, and of unsharded parameters over the replicas."""
-        for name, (_, group) in self.shared.items():
-            parameter = value_at(place_in(self, name))
-            if parameter.requires_grad:
-                # All holders take part in the sum, also one whose stage has no gradient for it.
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(local_of(parameter.grad), group=group)
-        if self.mesh["dp"].size() == 1:
-            return
-        sums.finish()
-        grads = [p.grad for p in self.parameters() if p.grad is not None and p not in sums]
-        sum_in_buckets([local_of(grad) for grad in grads if not is_sharded(grad)], self.mesh.get_group("dp"))
-        # All rows of the replicas along `ep` have come to a rank's experts: the rest of the sum is over their copies.
-        if self._experts and self._copies.size > 1:
-            sum_in_buckets([local_of(p.grad) for p in self._experts if p.grad is not None], group_of(self._copies))

@@ -11,6 +11,10 @@ TESTS = ROOT / "tests"
 
 THROUGH_A_PUBLIC_CALL = {
     "training/step_facts": "cards/test_steps_on_cards",
+    "training/pipeline/microbatch_graphs": "training/test_trainer",
+    "training/pipeline/microbatch_run": "training/test_trainer",
+    "training/pipeline/rank_parameters": "training/test_trainer",
+    "training/pipeline/replica_gradients": "training/test_trainer",
     "training/low_memory/blocks": "training/low_memory/test_packing",
     "training/low_memory/optimizer": "training/low_memory/test_low_memory",
     "training/low_memory/parts": "training/low_memory/test_low_memory",
