@@ -42,6 +42,7 @@ from autotp.passes.lower.fuse_bias import fuse_bias
 from autotp.passes.lower.local_sizes import Target, has_unknown_sizes
 from autotp.passes.lower.lower import lower
 from autotp.passes.lower.overlap import overlap
+from autotp.passes.plan.experts.row_order import in_row_order
 from autotp.passes.plan.infer_axes import Axes, infer_axes
 from autotp.passes.plan.user_cuts import resolved
 from autotp.passes.program import canonicalized, emitted, planned, sequences
@@ -99,7 +100,7 @@ def _cuts_sequences(options: Options) -> bool:
 
 
 def _sorts_rows(options: Options) -> bool:
-    return options.experts == "expert" or options.ep > 1
+    return options.experts == "expert" or options.ep > 1 or options.cp > 1
 
 
 CANONICALIZE = (
@@ -120,6 +121,7 @@ CANONICALIZE = (
 
 PLAN = (
     Pass("plan", "equal_inputs", sequences.with_equal_inputs, _cuts_sequences),
+    Pass("plan", "row_order", _on_graph(in_row_order), _cuts_sequences),
     Pass("plan", "context_parallel", sequences.with_cut_sequences, _cuts_sequences, by_tp=True),
     Pass("plan", "decouple", planned.decoupled),
     Pass("pipeline", "row_independence", planned.with_independent_rows, _is_summed),

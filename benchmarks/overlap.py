@@ -130,6 +130,11 @@ class SlowLink(dist.ProcessGroup):
         size = sum(x.nbytes for x in outs[0]) * self._others()
         return self._started(self.gloo.allgather(outs, xs), size, outs)
 
+    def alltoall_base(self, out: Tensor, x: Tensor, received: list[int], sent: list[int], opts: Any = None) -> Any:
+        size = x.nbytes * self._others()
+        given = opts or dist.AllToAllOptions()
+        return self._started(self.gloo.alltoall_base(out, x, received, sent, given), size, out)
+
     def broadcast(self, xs: list[Tensor], opts: Any = None) -> Any:
         return self._started(self.gloo.broadcast(xs, opts or dist.BroadcastOptions()), xs[0].nbytes, xs)
 

@@ -134,7 +134,7 @@ def test_each_optional_pass_is_left_out_alone() -> None:
         (Options(outputs="loss"), ["only_loss"]),
         (Options(experts="expert"), ["experts"]),
         (Options(sequence_parallel=True), ["sequence_parallel"]),
-        (Options(cp=2), ["equal_inputs", "context_parallel"]),
+        (Options(cp=2), ["equal_inputs", "row_order", "context_parallel", "experts"]),
     ],
     ids=["summed", "loss", "experts", "sequence", "context"],
 )
@@ -192,8 +192,8 @@ def test_each_road_runs_each_pass_in_table_order(road: Callable[[Options], None]
 
 
 RUN_ELSEWHERE = {
-    # The graph of what Python reads, and that of the totals of a loss: neither is a rank's graph.
-    "bind": {"runtime.graph_entry", "training.microbatches"},
+    # The graphs of what Python reads, of the totals of a loss, and of functions of them: none is a rank's graph.
+    "bind": {"runtime.graph_entry", "training.microbatches", "training.pipeline.rest_of_loss"},
     # As in `rank_graph`, but the graphs before it are compared, proved or counted.
     "fuse": {"diagnostics.verify", "diagnostics.mesh_proof", "tools.estimation.counts.pieces"},
     # Counts the collectives of a copy.

@@ -290,6 +290,7 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     routing.counts: Row(f.fixed("s^ -> e!")),
     routing.spread: Row(f.fixed("e *, e, (e n) -> (e n) *", ((0,),)), T.ROWS),
     routing.grouped_mm: Row(f.fixed("(e n) i, e i o, e -> (e n) o", ((0,), (1,)))),
+    routing.chosen_mm: Row(f.fixed("r i, e^ i o, r -> r o", ((0,), (1,)))),
     custom_vjp.output: Row(f.exact("* -> *, *")),
     custom_vjp.kept: Row(f.pointwise(), T.NO_GRADIENT),
     custom_vjp.sent: Row(f.exact("*, * -> *")),

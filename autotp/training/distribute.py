@@ -168,9 +168,6 @@ def _expect_experts(training: Training, dp: int) -> None:
         raise Error(problem, fix='recompute="selective"')
     if training.cp > 1:
         raise Error(f"ep={ep} beside cp={training.cp}: rows of experts are not cut along the sequence", fix="cp=1")
-    if training.overlap != "none":
-        problem = f"ep={ep} beside overlap={training.overlap!r}: halves of a batch would send their rows in turns"
-        raise Error(problem, fix='overlap="none"')
     if ENGINES[training.schedule].halves:
         problem = f"ep={ep} beside schedule={training.schedule!r}: in its halves of backward rows do not travel"
         raise Error(problem, fix='schedule="1F1B"')

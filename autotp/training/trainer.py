@@ -426,7 +426,7 @@ class Trainer(InGraphs, HasHoldings):
     @property
     def _gathers(self) -> bool:
         """Whether replicas keep rows of parameters, and the graphs gather them: ZeRO."""
-        return self._training.zero > 0 and self.mesh["dp"].size() > 1
+        return self._training.zero > 0 and self.replicas.size > 1
 
     def _pipeline(
         self, key: Any, shapes: Sequence[Any], analysis: Program, stages: Sequence[Stage], checksums: tuple[int, int]
@@ -440,16 +440,17 @@ class Trainer(InGraphs, HasHoldings):
         return Pipeline(key, shapes, analysis, graphs, *engines, guard, learning, checksums)
 
     def _read_by_replicas(self, pipeline: Pipeline) -> int:
-        """Returns a checksum of the parameters that replicas gather, in order, or sum gradients of; 0 if of none.
+        """Returns a checksum of the layers whose replicas communicate, in order; 0 if they do not.
 
-        Sums and gathers have no names: other layers of the same sizes would be added without an error.
+        These are parameters that they gather, or sum gradients of, and experts whose rows they exchange. What they send
+        has no name: other layers of the same sizes would be added without an error.
         """
-        if self.mesh["dp"].size() == 1 or not (pipeline.training or self._gathers):
+        if self.replicas.size == 1 or not (pipeline.training or self._gathers or pipeline.exchanges):
             return 0
-        own, read = dict(self.named_parameters()), pipeline.read
-        if self._gathers:
-            return zlib.crc32(repr(read).encode())
-        return zlib.crc32(repr(sorted(name for name in read[0] if name in own and own[name].requires_grad)).encode())
+        parameters, (names, blocks) = dict(self.named_parameters()), pipeline.read
+        trained = [name for name in names if name in parameters and parameters[name].requires_grad]
+        layers = (names, blocks) if self._gathers else trained
+        return zlib.crc32(repr((layers, pipeline.exchanges)).encode())
 
     def _engines(self, analysis: Program, training: bool) -> tuple[Any, Any]:
         """Returns the schedule that runs this rank's stages, and the one that runs forward before it, or None.
@@ -491,13 +492,7 @@ class Trainer(InGraphs, HasHoldings):
                 fix="example_inputs, or a first step, in which forward runs all blocks",
             )
         owners = {name: module_at(self, name) for name in stage.blocks}
-        if (other := exchanges(analysis.graph, captured.parameters)) != self._exchanges:
-            raise Error(
-                f"a batch of another kind runs {len(other)} layers of experts in place of {len(self._exchanges)}, "
-                "or others: replicas send each other rows for the same layers",
-                fix="ep=1, or batches of one kind",
-            )
-        axes = place.groups | (self._ep.groups if other else {})
+        axes = place.groups | (self._ep.groups if self._exchanges else {})
         ready = rank_program(stage.graph, analysis, self._training, place.device, axes, seat)
         if self._gathers:
             values = {name: value_at(at) for name, at in places.items()}

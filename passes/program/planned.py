@@ -14,6 +14,7 @@ from autotp.passes.lower.defer_reductions import defer_reductions
 from autotp.passes.lower.losses.linear_cross_entropy import linear_cross_entropy
 from autotp.passes.lower.prove_rules import prove_node
 from autotp.passes.pipeline.row_independence import expect_rows, expect_sums
+from autotp.passes.plan.candidate import EXPERTS
 from autotp.passes.plan.choose import choose, choose_as
 from autotp.passes.plan.decouple import decouple
 from autotp.passes.plan.experts.expert_parallel import described, expert_parallel
@@ -52,9 +53,14 @@ def with_independent_rows(p: ProgramWithAxes) -> ProgramWithAxes:
 
 
 def with_experts(p: ProgramWithAxes) -> ProgramWithAxes:
-    """Returns the program in which each rank computes the rows of its experts."""
+    """Returns the program in which each rank computes the rows of its experts, in the experts' order.
+
+    Where experts are cut by width, only rows are sorted that the pass `row_order` has put out of that order.
+    """
     # Under `ep` experts that do not divide are an error, of the pass `expert_parallel`.
-    graph, axes = experts(p.graph, p.axes, p.captured.parameters, p.tp if p.options.ep == 1 else 1)
+    by_expert = p.options.experts == "expert" or p.options.ep > 1
+    tp = p.tp if by_expert and p.options.ep == 1 else 1
+    graph, axes = experts(p.graph, p.axes, p.captured.parameters, tp, by_expert)
     return replace(p, graph=graph, axes=axes)
 
 
@@ -89,6 +95,8 @@ def matched(p: ProgramWithAxes) -> ProgramWithCandidates:
     moved = {node for node in results[len(results) - len(p.updated) :] if isinstance(node, fx.Node)}
     stay_cut = makers(graph, captured.outputs.kept | captured.outputs.stays) | moved
     candidates = match(graph, p.axes, captured.parameters, captured.inputs, p.tp, stay_cut)
+    if p.options.experts == "width":  # Rows may be in the order of their experts all the same: see `with_experts`.
+        candidates = [candidate for candidate in candidates if candidate.pattern != EXPERTS]
     return p.with_facts(ProgramWithCandidates, stay=stay, candidates=candidates)
 
 

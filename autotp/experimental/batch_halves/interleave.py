@@ -6,7 +6,7 @@
 
 A turn is the operators of one half up to the first that reads a sum which this turn has started. Then the other half
 has its turn, while the sum runs. In backward the turns come in reverse order: a product's gradient is summed while the
-turn before it has its backward (`turns.py`).
+turn before it has its backward (`turns.py`). Rows that travel to the ranks of their experts, and back, do so like sums.
 
 The operators and what they read stay as they are. Random draws of one half keep their order, and an operator that
 writes into its input stays behind the others that read it. A turn that ends one block and begins another belongs to
@@ -22,9 +22,10 @@ import torch
 from torch import fx
 
 from autotp.experimental.batch_halves.halves import half_of
-from autotp.experimental.batch_halves.turns import finish, start_copy, start_reduce, wait_in_backward
+from autotp.experimental.batch_halves.turns import finish, start_copy, start_reduce, start_rows, wait_in_backward
 from autotp.ops import collectives
 from autotp.ops.async_linear import async_linear
+from autotp.ops.experts import exchange
 from autotp.passes.builder import copied
 from autotp.passes.capture.autocast_regions import enter_autocast, exit_autocast
 from autotp.rules.row import Trait
@@ -36,10 +37,10 @@ from autotp.source_location import block_of
 def interleave(graph: fx.Graph) -> fx.Graph:
     """Returns the same function, in which the halves take turns. Its nodes are those of a bound graph.
 
-    A graph without sums of halves stays as it is, and one with autocast regions, whose operators cannot be moved.
+    A graph whose halves do not communicate stays as it is, and one with autocast regions: these cannot be moved.
     """
     regions = any(node.target in (enter_autocast, exit_autocast) for node in graph.nodes)
-    if regions or not any(map(_is_sum, graph.nodes)):
+    if regions or not any(map(_can_start, graph.nodes)):
         return graph
     turns = list(_Turns(graph).all())
     _name_blocks(turns)
@@ -50,6 +51,8 @@ def interleave(graph: fx.Graph) -> fx.Graph:
 
 
 Turn = list[fx.Node]
+EXCHANGES = frozenset({exchange.to_experts, exchange.to_rows})
+"""Exchanges of rows, which communicate in forward and in backward."""
 
 
 class _Turns:
@@ -59,7 +62,7 @@ class _Turns:
         halves: the operators of each half that have not had a turn, in order.
         behind: node -> other nodes that must run before it.
         done: the nodes that have had a turn.
-        started: the sums that the present turn has started.
+        started: the sums and exchanges that the present turn has started.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -95,7 +98,7 @@ class _Turns:
             remaining.pop()
             turn += needed
             self.done.update(needed)
-            self.started |= {node for node in needed if _is_sum(node)}
+            self.started |= {node for node in needed if _can_start(node)}
         return turn
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
@@ -146,6 +149,11 @@ def _is_sum(node: fx.Node) -> bool:
     return is_reduction and half_of(node) is not None
 
 
+def _can_start(node: fx.Node) -> bool:
+    """True for a sum, or an exchange of rows, that can run while the other half computes."""
+    return _is_sum(node) or (node.target in EXCHANGES and half_of(node) is not None)
+
+
 def _name_blocks(turns: Collection[Turn]) -> None:
     """Gives the operators of a turn the block of its last operator."""
     for turn in turns:
@@ -162,7 +170,7 @@ class _Writing:
 
     Attributes:
         env: old node -> new node.
-        running: the sums that no operator has waited for.
+        running: the sums and exchanges that no operator has waited for.
         anchor, first: in the turn before and in this turn, the first value that may have a gradient.
     """
 
@@ -180,13 +188,24 @@ class _Writing:
                 if x in self.running:
                     self.running.remove(x)
                     started = self.env[x]
-                    if block_of(node) != block_of(started):
-                        # The argument `outside` of `start_reduce`: the wait is in another block.
-                        started.args = (*started.args, "sum", True)[:4]
-                    self.env[x] = self._call(finish, node, x, started, x.args[1])
+                    if block_of(node) != block_of(started):  # The argument `outside`: the wait is in another block.
+                        default = ("sum",) if started.target is start_reduce and len(started.args) == 2 else ()
+                        started.args = (*started.args, *default, True)
+                    self.env[x] = self._finished(x, node, started)
             self._write(node)
 
+    def _finished(self, x: fx.Node, reader: fx.Node, started: fx.Node) -> fx.Node:
+        """Writes what waits for a sum or an exchange, in the block of its reader."""
+        arrived = self._call(finish, reader, x, started, x.args[1])
+        if x.target is not exchange.to_experts:
+            return arrived
+        return self._call(exchange.in_experts_order, reader, x, arrived, self.env[x.args[3]])  # type: ignore[index]
+
     def _write(self, node: fx.Node) -> None:
+        if node.target in EXCHANGES and half_of(node) is not None:
+            self.env[node] = self._exchange(node)
+            self.running.add(node)
+            return
         copy = self.env[node] = copied(self.graph, node, self.env.__getitem__)
         if _is_sum(node):
             copy.target = start_reduce
@@ -194,11 +213,23 @@ class _Writing:
         elif _sums_in_backward(node) and self.anchor is not None:
             x: Any = node.args[0]
             with self.graph.inserting_before(copy):
-                read = self._call(wait_in_backward, node, x, self.env[x], node.args[1], self.anchor)
+                read = self._waiting(node, x, self.env[x])
             copy.args = (read, *copy.args[1:])
             copy.target = start_copy if node.target is collectives.copy else copy.target
         elif self.first is None and half_of(node) is not None and _is_floating(node):
             self.first = copy
+
+    def _waiting(self, node: fx.Node, like: fx.Node, x: fx.Node) -> fx.Node:
+        """Writes what waits in backward for the gradient of an operand of a node."""
+        return x if self.anchor is None else self._call(wait_in_backward, node, like, x, node.args[1], self.anchor)
+
+    def _exchange(self, node: fx.Node) -> fx.Node:
+        """Writes the start of an exchange of rows."""
+        x, group, table, places = node.args
+        rows, back = self.env[x], node.target is exchange.to_rows  # type: ignore[index]
+        if back:
+            rows = self._call(torch.ops.aten.index_select.default, node, x, rows, 0, self.env[places])  # type: ignore[arg-type, index]
+        return self._call(start_rows, node, node, self._waiting(node, x, rows), group, self.env[table], back)  # type: ignore[arg-type, index]
 
     def _call(self, target: Callable[..., Any], reader: fx.Node, x: fx.Node, *args: Any) -> fx.Node:
         """Writes a call in the block of its reader, with the example value of `x`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from autotp.compiler import PLAN, Pass
@@ -17,11 +18,19 @@ from autotp.options import Options
 from autotp.rules.registry import add_rows
 from autotp.training.pipeline.schedules import Training
 
-EQUAL_INPUTS = next(row for row in PLAN if row.name == "equal_inputs")
+
+def _also_here(*names: str) -> tuple[Pass, ...]:
+    """Returns passes of the kernel that run with other options only, for calls without these."""
+    return tuple(replace(row, wanted=_otherwise(row)) for row in PLAN if row.name in names)
+
+
+def _otherwise(row: Pass) -> Callable[[Options], bool]:
+    return lambda options: not row.wanted(options)
+
+
 PASSES = {
-    # With cp it runs anyway.
-    "cse": (replace(EQUAL_INPUTS, wanted=lambda options: options.cp == 1),),
-    "experts": (Pass("plan", "two_halves", two_halves),),
+    "cse": _also_here("equal_inputs", "row_order"),
+    "row_independence": (Pass("plan", "two_halves", two_halves), *_also_here("experts")),
     "bind": (
         Pass("emit", "interleave", lambda p, site, graph: interleave(graph)),
         Pass(

@@ -1,7 +1,8 @@
 """Collectives in two steps, so that other work runs between the start of a sum and its end.
 
 In forward `start_reduce` starts a sum, and `finish` waits for it. In backward `start_copy` starts the sum of a
-gradient, and `wait_in_backward`, which stands before it in forward, waits for it. In compiled code and under transforms
+gradient, and `wait_in_backward`, which stands before it in forward, waits for it. `start_rows` starts in both: it sends
+rows to the ranks of their experts, and in backward their gradients the other way. In compiled code and under transforms
 of torch.func the first of each pair does both steps.
 
 NOTE [When backward waits]
@@ -12,6 +13,8 @@ of its `anchor`, the first operator of that work: then it runs after all of it.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +24,9 @@ from torch import Tensor
 from autotp.groups.one_thread import in_collective
 from autotp.groups.process_group import seat
 from autotp.ops.coalesced import forget_running, running_sums
-from autotp.ops.collectives import copy, in_memory, reduce
+from autotp.ops.collectives import copy, in_memory, reduce, send_rows
 from autotp.ops.eager_mode import apply_plain, is_kept, is_plain, no_transform, waits_now
+from autotp.ops.experts.exchange import rows_by_rank
 from autotp.passes.emit.kept_values.kept_call import recomputations
 
 
@@ -42,8 +46,31 @@ def start_reduce(x: Tensor, group: str | None, op: str = "sum", outside: bool = 
     return started
 
 
+def start_rows(x: Tensor, group: str | None, table: Tensor, back: bool, outside: bool = False) -> Tensor:
+    """Starts to send rows to the ranks of their experts, or back: returns a tensor that only `finish` may read.
+
+    If `x` is a result of `wait_in_backward`, its backward starts to send the gradients the other way.
+
+    Args:
+        x: [rows ...] in the order in which they go: the first ones to the first rank.
+        table: [2 ranks experts] from `exchange_counts`.
+        back: whether rows go back from their experts.
+        outside: as for `start_reduce`.
+
+    Returns:
+        [received rows ...]
+    """
+    sent, received = rows_by_rank(table)[:: -1 if back else 1]
+    if _waits_at_once(x, group):
+        return send_rows(x, group, sent, received)
+    if outside and recomputations:
+        return x.new_empty((sum(received), *x.shape[1:]))
+    started: Tensor = apply_plain(StartedRows, x, group, sent, received, is_awaited(x))
+    return started
+
+
 def finish(x: Tensor, group: str | None) -> Tensor:
-    """Returns the sum that `start_reduce` started. x: [...]"""
+    """Returns what `start_reduce` or `start_rows` started. x: [...]"""
     if torch.compiler.is_compiling() and group is not None and seat(group)[1] > 1:
         awaited: Tensor = Finished.apply(x, group)  # Code that is not compiled may have started the sum.
         return awaited
@@ -89,8 +116,20 @@ def start(x: Tensor, group: str | None, op: str = "sum", fresh: bool = False) ->
     """Starts an all-reduce; returns the tensor of its result, which is not there yet."""
     x = in_memory(x)
     name = "all_reduce_" if fresh and x.is_contiguous() and not is_kept(x) else "all_reduce"
+    return _started(name, x, group, op)
+
+
+def start_sending(x: Tensor, group: str, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Starts to send rows; returns the tensor of the rows of all ranks, which are not there yet."""
+    rows = in_memory(x).contiguous()
+    row = math.prod(rows.shape[1:])
+    numbers = [n * row for n in received], [n * row for n in sent]
+    return _started("all_to_all_single", rows.view(-1), group, *numbers).view(sum(received), *rows.shape[1:])
+
+
+def _started(name: str, x: Tensor, group: str | None, *where: Any) -> Tensor:
     with in_collective(name, str(group)):
-        started = _sent(name, x, op, group)
+        started = _sent(name, x, *where, group)
     if recomputations:
         # The block may end before its `finish`.
         recomputations[-1].callback(wait, started, group)
@@ -102,9 +141,14 @@ def start_in_backward(x: Tensor, group: str | None, fresh: bool = False) -> Tens
 
     It does not run in a backward for some parameters only: `torch.autograd.grad(loss, last_layer.weight)`.
     """
-    sums = running_sums()
-    started = start(x, group, fresh=fresh)
-    sums[_memory(started)] = lambda: wait(started, group)
+    return _awaited(lambda: start(x, group, fresh=fresh), group)
+
+
+def _awaited(begin: Callable[[], Tensor], group: str | None) -> Tensor:
+    """Returns what is started for `wait_in_backward`, or for the end of backward."""
+    running = running_sums()
+    started = begin()
+    running[_memory(started)] = lambda: wait(started, group)
     return started
 
 
@@ -116,12 +160,12 @@ def wait(x: Tensor, group: str | None) -> Tensor:
     """Waits until a running collective has made `x`, and returns it."""
     if torch.compiler.is_compiling():
         return _received(x)
-    with in_collective("all_reduce", str(group)):
+    with in_collective("wait_tensor", str(group)):
         return _received(x)
 
 
-def _sent(name: str, x: Tensor, op: str, group: str | None) -> Tensor:
-    started: Tensor = getattr(torch.ops._c10d_functional, name)(x, op, group)
+def _sent(name: str, x: Tensor, *where: Any) -> Tensor:
+    started: Tensor = getattr(torch.ops._c10d_functional, name)(x, *where)
     return started
 
 
@@ -148,8 +192,28 @@ class StartedReduce(torch.autograd.Function):
         return (copy(grad, ctx.group) if torch.is_grad_enabled() else grad), None, None
 
 
+class StartedRows(torch.autograd.Function):
+    """The start of an exchange of rows; its backward starts that of their gradients, if a `WaitInBackward` waits."""
+
+    @staticmethod
+    def forward(x: Tensor, group: str, sent: Sequence[int], received: Sequence[int], awaited: bool) -> Tensor:
+        return start_sending(x, group, sent, received)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Tensor) -> None:
+        ctx.group, ctx.sent, ctx.received, ctx.awaited = inputs[1:]
+        ctx.wait_for_value = partial(wait, group=ctx.group)  # `arrived` in `kept_call.py` calls it.
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        where = ctx.group, ctx.received, ctx.sent
+        if not ctx.awaited or waits_now() or not is_plain(grad):
+            return send_rows(grad, *where), None, None, None, None
+        return _awaited(lambda: start_sending(grad, *where), ctx.group), None, None, None, None
+
+
 class Finished(torch.autograd.Function):
-    """The end of an all-reduce; its backward is the identity."""
+    """The end of a collective; its backward is the identity."""
 
     @staticmethod
     def forward(x: Tensor, group: str) -> Tensor:

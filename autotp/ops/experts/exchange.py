@@ -60,7 +60,7 @@ def exchange_counts(chosen: Tensor, group: str | None, number: int, grouped: boo
     return table
 
 
-def _rows(table: Tensor) -> tuple[list[int], list[int]]:
+def rows_by_rank(table: Tensor) -> tuple[list[int], list[int]]:
     """Returns the number of rows that this rank sends to each rank, and gets from each."""
     numbers, (_, ranks, experts) = NUMBERS.of(table), table.shape
     if numbers is None:
@@ -81,7 +81,7 @@ def arrived_counts(table: Tensor) -> Tensor:
 
 def arrival(table: Tensor) -> Tensor:
     """Returns the places, in the order of this rank's experts, of rows as they arrive. -> [rows], int64"""
-    received, total = table[1], sum(_rows(table)[1])
+    received, total = table[1], sum(rows_by_rank(table)[1])
     by_expert = received.T.flatten()
     places = (by_expert.cumsum(0) - by_expert).view(received.shape[::-1]).T.flatten()
     as_sent, rows = received.flatten(), torch.arange(total, device=table.device)
@@ -103,8 +103,11 @@ def to_experts(x: Tensor, group: str | None, table: Tensor, places: Tensor) -> T
     Returns:
         [arriving ...]
     """
-    sent, received = _rows(table)
-    rows = send_rows(x, group, sent, received)
+    return in_experts_order(send_rows(x, group, *rows_by_rank(table)), places)
+
+
+def in_experts_order(rows: Tensor, places: Tensor) -> Tensor:
+    """Returns rows that have arrived in the order of this rank's experts. [arriving ...]; places: see `to_experts`"""
     return torch.empty_like(rows).index_copy(0, places, rows)
 
 
@@ -118,5 +121,5 @@ def to_rows(x: Tensor, group: str | None, table: Tensor, places: Tensor) -> Tens
     Returns:
         [rows ...]
     """
-    sent, received = _rows(table)
+    sent, received = rows_by_rank(table)
     return send_rows(x.index_select(0, places), group, received, sent)

@@ -101,6 +101,27 @@ def grouped_mm(x: Tensor, weight: Tensor, count: Tensor, fused: bool) -> Tensor:
     return torch.cat([part @ matrix for part, matrix in zip(x.split(host_values(count)), weight.unbind(), strict=True)])
 
 
+def chosen_mm(x: Tensor, weight: Tensor, chosen: Tensor, fused: bool) -> Tensor:
+    """Returns the product of each row with the matrix of the expert that it chose. Waits for the device, as `dispatch`.
+
+    Args:
+        x: [rows in]
+        weight: [experts in out]
+        chosen: [rows] the index of each row's expert.
+        fused: as for `grouped_mm`.
+
+    Returns:
+        [rows out]
+
+    Raises:
+        Error: an index is out of range.
+    """
+    among = (weight.shape[0], True, 0, weight.shape[0])
+    places = dispatch(chosen, *among)
+    product = grouped_mm(x.index_select(0, places), weight, counts(chosen, *among), fused)
+    return combine(product, places, chosen)
+
+
 def combine(x: Tensor, places: Tensor, chosen: Tensor) -> Tensor:
     """Puts a rank's rows back into their original places, with zeros elsewhere; the sum over ranks has all rows.
 

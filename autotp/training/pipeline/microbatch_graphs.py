@@ -15,6 +15,7 @@ from autotp.distributed.agreement import line_sums
 from autotp.distributed.device_arguments import inputs_on_host
 from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.emit.rank_program import RankProgram
+from autotp.passes.plan.experts.expert_parallel import exchanges
 from autotp.passes.program.program import Program
 from autotp.runtime.graph_digest import digest, order_of
 from autotp.source_location import block_of
@@ -72,6 +73,11 @@ class Pipeline:
         read = [names[node.name] for node in graph.find_nodes(op="placeholder") if node.users and node.name in names]
         blocks = dict.fromkeys(block_of(node) for node in graph.nodes if node.op != "placeholder")
         return sorted(read), [block for block in blocks if block]
+
+    @cached_property
+    def exchanges(self) -> tuple[tuple[str, ...], ...]:
+        """The parameters of experts, for each exchange of rows between replicas in order."""
+        return exchanges(self.analysis.graph, self.analysis.captured.parameters)
 
     @cached_property
     def documents(self) -> Documents:

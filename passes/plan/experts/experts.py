@@ -50,13 +50,16 @@ class Routed:
     inside: set[fx.Node] = field(default_factory=set)
 
 
-def experts(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -> tuple[fx.Graph, Axes]:
+def experts(
+    graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int, every: bool = True
+) -> tuple[fx.Graph, Axes]:
     """Returns the same function with rows in the experts' order, if `tp` divides the number of experts; and its axes.
 
     Args:
         parameters: placeholder names of the parameters.
+        every: False to sort only the rows that the pass `row_order` has put out of the experts' order.
     """
-    routed_rows = _routed(graph, axes, parameters, tp)
+    routed_rows = _routed(graph, axes, parameters, tp, every)
     if not routed_rows:
         return graph, axes
     rewriting = _Rewriting(graph, axes, routed_rows)
@@ -65,13 +68,13 @@ def experts(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -
     return rewriting.builder.graph, infer_axes(rewriting.builder.graph)
 
 
-def _routed(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -> list[Routed]:
+def _routed(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int, every: bool) -> list[Routed]:
     """Returns the routed rows of a graph; no node is inside of two of them."""
     by_row: dict[tuple[fx.Node, int], Routed] = {}
     in_groups: dict[tuple[fx.Node, int], Routed] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and is_grouped(node.target) and node in axes.bound and axes.bound[node].known:
-            number, chosen = _experts_of(node, 1), sorted_choice(node)
+        if _is_product(node, every) and node in axes.bound and axes.bound[node].known:
+            number, chosen = _experts_of(node, 1), _choice(node)
             if chosen is not None and number % tp == 0:
                 in_groups.setdefault((chosen, number), Routed(chosen, number, True)).reads.append(node)
     for node in graph.nodes:
@@ -79,13 +82,29 @@ def _routed(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -
             (chosen,) = arguments_of(node)["indices"]
             # The rows of such a read are sorted by the same choice, so it works on the same groups.
             grouped = in_groups.get((_source(chosen, number), number))
-            (grouped or by_row.setdefault((_source(chosen), number), Routed(chosen, number, False))).reads.append(node)
-    every = [*in_groups.values(), *by_row.values()]
-    claimed = {read for routed in every for read in routed.reads}
-    for routed in every:
+            if grouped is None and every:
+                grouped = by_row.setdefault((_source(chosen), number), Routed(chosen, number, False))
+            if grouped is not None:
+                grouped.reads.append(node)
+    routes = [*in_groups.values(), *by_row.values()]
+    claimed = {read for routed in routes for read in routed.reads}
+    for routed in routes:
         _fill(routed, graph, axes, claimed - set(routed.reads))
         claimed |= routed.inside
-    return [routed for routed in every if routed.inside]
+    return [routed for routed in routes if routed.inside]
+
+
+def _is_product(node: fx.Node, sorted_too: bool = True) -> bool:
+    """True for a product of rows with the matrices of their experts; sorted_too: also of rows in the experts' order."""
+    return node.target is routing.chosen_mm or (sorted_too and node.op == "call_function" and is_grouped(node.target))
+
+
+def _choice(product: fx.Node) -> fx.Node | None:
+    """Returns the experts that the rows of a product choose; None if that is not known."""
+    if product.target is not routing.chosen_mm:
+        return sorted_choice(product)
+    chosen: Any = product.args[2]
+    return _source(chosen, _experts_of(product, 1))
 
 
 def _experts_of(node: fx.Node, position: int) -> int:
@@ -123,15 +142,15 @@ def sorted_choice(node: fx.Node) -> fx.Node | None:
 def _is_sorted(chosen: fx.Node) -> bool:
     """True for the values of an ascending sort, or for a choice indexed by the order that sorts it."""
     if is_getitem(chosen):
-        return bool(chosen.args[1] == 0) and _sorts(chosen.args[0])
+        return bool(chosen.args[1] == 0) and is_sort(chosen.args[0])
     if chosen.target is not aten.index.Tensor:
         return False
     (order,) = arguments_of(chosen)["indices"]
     by: Any = order.args[0] if is_getitem(order) and order.args[1] == 1 else order
-    return _sorts(by) and bool(arguments_of(by)["self"] is chosen.args[0])
+    return is_sort(by) and bool(arguments_of(by)["self"] is chosen.args[0])
 
 
-def _sorts(node: Any) -> bool:
+def is_sort(node: Any) -> bool:
     return has(node.target, Trait.SORT) and not arguments_of(node)["descending"] and node.args[0].meta["val"].dim() == 1
 
 
@@ -162,9 +181,9 @@ def _fill(routed: Routed, graph: fx.Graph, axes: Axes, claimed: Collection[fx.No
     rows, after = find(axes.of(routed.reads[0])[0]), set(routed.reads)
     for node in graph.nodes:
         follows = node not in claimed and any(operand in after for operand in node.all_input_nodes)
-        if follows and _by_rows(node, rows, axes):
+        if follows and of_rows_only(node, rows, axes):
             after.add(node)
-    needed = {read for read in routed.reads if is_grouped(read.target)}
+    needed = {read for read in routed.reads if _is_product(read)}
     queue = [user for read in set(routed.reads) - needed for user in read.users]
     while queue:
         user = queue.pop()
@@ -180,11 +199,11 @@ def _fill(routed: Routed, graph: fx.Graph, axes: Axes, claimed: Collection[fx.No
         routed.inside = needed
 
 
-def _by_rows(node: fx.Node, rows: Axis, axes: Axes) -> bool:
+def of_rows_only(node: fx.Node, rows: Axis, axes: Axes) -> bool:
     """True if each row of the result depends on the same row of the operands only, and rows are the first dimension."""
     if is_getitem(node):
         return True
-    if node not in axes.bound or size_argument(node.target):
+    if node not in axes.bound or _says_length(node, rows):
         return False
     bound = axes.bound[node]
     row_factors = [factor for factor in bound.factors if find(factor.axis) is rows and not factor.mark]
@@ -199,6 +218,14 @@ def _by_rows(node: fx.Node, rows: Axis, axes: Axes) -> bool:
         for i, dims in enumerate(terms)
         for has in [any(find(axis) is rows for axis in dims)]
     )  # fmt: skip
+
+
+def _says_length(node: fx.Node, rows: Axis) -> bool:
+    """True if an operator gets sizes, one of which may be the number of rows."""
+    name = size_argument(node.target)
+    sizes = arguments_of(node)[name] if name else ()
+    every = sizes if isinstance(sizes, list | tuple) else (sizes,)
+    return any(isinstance(size, fx.Node) or Size.of(size) == find(rows).size for size in every)
 
 
 class _Rewriting:
@@ -244,9 +271,10 @@ class _Rewriting:
     def _read(self, routed: Routed, node: fx.Node) -> fx.Node:
         """Writes a read of the experts' weights."""
         places, count = self._route(routed)
-        if is_grouped(node.target):
+        if _is_product(node):
             x, weight, _ = (n for n in operand_nodes(node) if n is not None)
-            arguments = (self._rows(routed, x), self.builder.env[weight], count, str(node.target).startswith("aten."))
+            fused = node.args[3] if node.target is routing.chosen_mm else str(node.target).startswith("aten.")
+            arguments = (self._rows(routed, x), self.builder.env[weight], count, fused)
             result = self.builder.raw(routing.grouped_mm, arguments)
         else:
             result = self.builder.raw(routing.spread, (self.builder.env[node.args[0]], count, places))  # type: ignore[index]

@@ -1,0 +1,51 @@
+"""overlap="batch" beside experts: the halves of a batch send their rows in turns, and train as one device."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import Checks
+from test_experts_over_replicas import layers, train_beside_one_device
+from torch import fx
+
+from autotp.experimental.batch_halves.halves import half_of
+from autotp.experimental.batch_halves.turns import finish, start_rows
+from autotp.ops.experts import exchange
+
+checks = Checks(timeout=280)
+
+
+@checks.on(2)
+def halves_send_their_rows_in_turns(rank: int, n: int) -> None:
+    trainer, _ = train_beside_one_device(layers(), dp=2, ep=2, overlap="batch")
+    (pipeline,) = [pipeline for pipeline in trainer._pipelines if pipeline.training]
+    graph = pipeline.stages[0].module.graph
+    starts = [node for node in graph.nodes if node.target is start_rows]
+    assert len(starts) == 8  # Two layers of two halves, there and back.
+    assert not any(node.target in (exchange.to_experts, exchange.to_rows) for node in graph.nodes)
+    beside = [half for start in starts for half in halves_beside(graph, start)]
+    assert len(beside) == 8
+
+
+def halves_beside(graph: fx.Graph, start: fx.Node) -> set[int]:
+    """The other half, if it multiplies between the start of an exchange and its end."""
+    nodes = list(graph.nodes)
+    end = next(user for user in start.users if user.target is finish)
+    between = nodes[nodes.index(start) : nodes.index(end)]
+    products = [node for node in between if "mm" in str(node.target) or "linear" in str(node.target)]
+    return {half for node in products if (half := half_of(node)) is not None} - {half_of(start)}  # type: ignore[arg-type]
+
+
+@checks.on(4)
+def halves_send_their_rows_beside_sums_over_tp(rank: int, n: int) -> None:
+    train_beside_one_device(layers(), tp=2, dp=2, ep=2, overlap="batch")
+
+
+@checks.on(2)
+def halves_send_rows_with_zero_and_microbatches(rank: int, n: int) -> None:
+    for settings in ({"zero": 3, "microbatches": 2}, {"recompute": "selective"}):
+        train_beside_one_device(layers(), dp=2, ep=2, overlap="batch", **settings)
+
+
+@pytest.mark.parametrize(("n", "name"), checks.cases())
+def test_on_ranks(n: int, name: str) -> None:
+    checks.expect(n, name)
