@@ -2,8 +2,8 @@
 
 The logits of all rows are never in memory. There are two forms. `linear_class_terms` works on a part of the classes:
 backward computes logits again, tile by tile, unless they are one chunk or the weight has no gradient.
-`linear_loss_sum` has all classes, and so forward knows the gradients but for a number: it computes them from the same
-logits.
+`linear_loss_sum` has all classes and what the loss does with each row, and so forward knows the gradients but for a
+number: it computes them from the same logits.
 
 NOTE [Sums of products in 16 bits]
 A sum in bfloat16 stops growing after 256 equal terms, so products of many chunks cannot be added in it. Backward of
@@ -17,6 +17,7 @@ Source: Wijmans et al. 2025, Cut Your Losses in Large-Vocabulary Language Models
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +40,6 @@ from autotp.ops.losses.linear_mixed_terms import (
     RowGrads,
     Tile,
     add_to_shares,
-    gradient_of_own,
     gradients,
     read_rows,
     terms_at_once,
@@ -97,10 +97,9 @@ def linear_class_terms(
     Returns:
         [2 *]; [3 *] with parts, [4 *] with another head.
     """
-    other = None
-    if other_weight is not None and other_x is not None:
-        other = Head(other_weight, other_x, other_bias, other_low_weight, other_low_x, other_scale, other_cap)
-    mix = Mix(Head(weight, x, bias, low_weight, low_x, scale, cap), other, own_part, other_part, shares)
+    own = Head(weight, x, bias, low_weight, low_x, scale, cap)
+    second = other_weight, other_x, other_bias, other_low_weight, other_low_x, other_scale, other_cap
+    mix = Mix(own, _second_head(second), own_part, other_part, shares)
     if not _has_numbers(weight, x):
         return terms_at_once(mix, classes, start, size)
     terms: Tensor = _LinearClassTerms.apply(*mix.operands, classes, start, size, mix.numbers)
@@ -111,39 +110,50 @@ def linear_loss_sum(
     weight: Tensor,
     x: Tensor,
     classes: Tensor,
-    of_sum: Tensor,
+    of_lse: Tensor,
     of_class: Tensor,
+    of_total: Tensor | None = None,
+    of_other_lse: Tensor | None = None,
     scale: float = 1.0,
     cap: float = 0.0,
     bias: Tensor | None = None,
+    own_part: float = 0.0,
+    other_part: float = 0.0,
+    other_weight: Tensor | None = None,
+    other_x: Tensor | None = None,
+    other_scale: float = 1.0,
+    other_cap: float = 0.0,
+    other_bias: Tensor | None = None,
     shares: Tensor | None = None,
     low_weight: Tensor | None = None,
     low_x: Tensor | None = None,
-    of_shares: Tensor | None = None,
+    other_low_weight: Tensor | None = None,
+    other_low_x: Tensor | None = None,
 ) -> Tensor:
-    """Returns the sum over rows of `of_sum * terms[0] - of_class * terms[1]`; `terms` are those of all classes.
+    """Returns the sum over rows of the terms of all classes, each times a number of the row.
 
     Args:
-        weight, x, classes, scale, cap, bias, low_weight, low_x: as of `linear_class_terms`.
-        of_sum, of_class: [*] how much of each term counts. Only `of_sum` has a gradient. A row with 0 in
-            both, and in `of_shares`, is not read.
-        shares, of_shares: [v] or [* v], and [*]: both or none. From each row's part of the sum
-            `of_shares * (shares * logits).sum(-1)` is subtracted, too. `of_shares` has no gradient.
+        of_lse, of_class, of_total, of_other_lse: [*] what multiplies the terms of `linear_class_terms`, in their order.
+            A row with 0 in all is not read.
+        weight, x, classes, scale ... other_low_x: as of `linear_class_terms`.
     """
-    mix = Mix(
-        Head(weight, x, bias, low_weight, low_x, scale, cap), own_part=0.0 if shares is None else -1.0, shares=shares
-    )
-    counts = RowGrads(of_sum, -of_class, of_shares)
+    own = Head(weight, x, bias, low_weight, low_x, scale, cap)
+    second = other_weight, other_x, other_bias, other_low_weight, other_low_x, other_scale, other_cap
+    mix = Mix(own, _second_head(second), own_part, other_part, shares)
+    numbers = of_lse, of_class, of_total, of_other_lse
     if not _has_numbers(weight, x):
-        return _sum_of_terms(terms_at_once(mix, classes, 0, weight.shape[0]), counts)
-    learns_counts = of_sum.requires_grad or (shares is not None and shares.requires_grad)
-    if learns_counts or adds_in_float32(weight, classes.numel()):
-        terms = _LinearClassTerms.apply(*mix.operands, classes, 0, len(weight), mix.numbers)
-        return _sum_of_terms(terms, counts)
-    total: Tensor = _LinearLossSum.apply(
-        *mix.operands, classes, counts.of_lse, counts.of_class, counts.of_total, mix.numbers
-    )
+        return _sum_of_terms(terms_at_once(mix, classes, 0, weight.shape[0]), numbers)
+    # Forward knows no gradients of these, and adds those of the weights in their own dtype.
+    learns_numbers = any(y is not None and y.requires_grad for y in (*numbers, shares))
+    if learns_numbers or any(adds_in_float32(head.weight, classes.numel()) for head in mix.heads):
+        return _sum_of_terms(_LinearClassTerms.apply(*mix.operands, classes, 0, len(weight), mix.numbers), numbers)
+    total: Tensor = _LinearLossSum.apply(*mix.operands, classes, *numbers, mix.numbers)
     return total
+
+
+def _second_head(arguments: Sequence[Any]) -> Head | None:
+    """Returns a head of its fields; None without a weight."""
+    return None if arguments[0] is None else Head(*arguments)
 
 
 def adds_in_float32(weight: Tensor, rows: int) -> bool:
@@ -168,12 +178,10 @@ def linear_loss_sum_like(weight: Tensor, x: Tensor, *_: Any) -> Tensor:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _sum_of_terms(terms: Tensor, counts: RowGrads) -> Tensor:
+def _sum_of_terms(terms: Tensor, numbers: Sequence[Tensor | None]) -> Tensor:
     """Returns `linear_loss_sum` of terms, by operators that can be differentiated again, mapped and compiled."""
-    result = _weighted(terms[0], counts.of_lse) + _weighted(terms[1], counts.of_class.detach())
-    if counts.of_total is not None:
-        result = result + _weighted(terms[2], counts.of_total.detach())
-    return result
+    weighted = [_weighted(term, y) for term, y in zip(terms, numbers, strict=False) if y is not None]
+    return sum(weighted[1:], weighted[0])
 
 
 def _weighted(term: Tensor, weights: Tensor) -> Tensor:
@@ -248,45 +256,51 @@ class _LinearClassTerms(torch.autograd.Function):
 
 
 class _LinearLossSum(torch.autograd.Function):
-    """The sum, with gradients of the head that forward computes."""
+    """The sum, with gradients of the heads that forward computes."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *operands, classes, of_sum, of_class, of_total, numbers = args
-        ctx.numbers, ctx.needed = numbers, ctx.needs_input_grad[:5]
-        mix, index, is_needed = Mix.of(operands, numbers).of_rows(), classes.reshape(-1), any(ctx.needed)
-        counts = RowGrads(of_sum.reshape(-1), of_class.reshape(-1), None if of_total is None else of_total.reshape(-1))
-        sums = Sums.of(mix.own, ctx.needed, mix.own.x.dtype)
+        *operands, classes, of_lse, of_class, of_total, of_other_lse, numbers = args
+        ctx.numbers, ctx.needed = numbers, ctx.needs_input_grad[:10]
+        mix, index = Mix.of(operands, numbers).of_rows(), classes.reshape(-1)
+        needed = (ctx.needed[:5], ctx.needed[5:])[: len(mix.heads)]
+        counted = of_lse, of_class, of_total, of_other_lse
+        counts = RowGrads(*(None if y is None else y.reshape(-1) for y in counted))  # type: ignore[arg-type]
+        sums = [Sums.of(head, of_head, head.x.dtype) for head, of_head in zip(mix.heads, needed, strict=True)]
         total = mix.own.x.new_zeros((), dtype=torch.promote_types(mix.own.x.dtype, torch.float32))
-        for part in row_chunks(len(index), len(mix.own.weight)):
+        for part in row_chunks(len(index), len(mix.own.weight) * (1 if mix.is_empty else 2)):
             z, count = mix.own.logits(part), counts.rows(part)
-            total += _weighted(picked(z, index[part], 0, len(mix.own.weight)), count.of_class)
-            read, tile = read_rows(mix, part, z, keeps=is_needed)
-            total += _weighted(read.lse, count.of_lse)
-            if read.total is not None and count.of_total is not None:
-                total += _weighted(read.total, count.of_total)
-            if is_needed:
-                sums.add(gradient_of_own(mix, tile, count, index[part], 0), part)
-        of_head = _in_shape(operands[:5], sums.in_order())
-        ctx.save_for_backward(*operands, classes, of_sum, of_class, of_total, *of_head)
+            of_row_class = picked(z, index[part], 0, len(mix.own.weight))
+            read, tile = read_rows(mix, part, z, keeps=any(ctx.needed))
+            for term, y in zip((read.lse, of_row_class, read.total, read.other_lse), count.in_order, strict=True):
+                if term is not None and y is not None:
+                    total += _weighted(term, y)
+            grads = gradients(
+                mix, tile, replace(count, total=read.total), index[part], 0, [*map(any, needed), False][:2]
+            )
+            for head_sums, g in zip(sums, grads, strict=True):
+                if g is not None:
+                    head_sums.add(g, part)
+        of_heads = [*(y for head_sums in sums for y in head_sums.in_order()), *[None] * (5 * (2 - len(sums)))]
+        ctx.save_for_backward(*operands, classes, *counted, *_in_shape(operands[:10], of_heads))
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        operands, classes, counted, grads = saved[:11], saved[11], saved[12:15], saved[15:]
+        operands, classes, counted, grads = saved[:11], saved[11], saved[12:16], saved[16:]
         if torch.is_grad_enabled():
 
-            def again(*of_head: Tensor | None) -> Tensor:
-                mix = Mix.of((*of_head, *operands[5:]), ctx.numbers)
-                return _sum_of_terms(terms_at_once(mix, classes, 0, mix.own.weight.shape[0]), RowGrads(*counted))
+            def again(*of_heads: Tensor | None) -> Tensor:
+                mix = Mix.of((*of_heads, operands[10]), ctx.numbers)
+                return _sum_of_terms(terms_at_once(mix, classes, 0, mix.own.weight.shape[0]), counted)
 
-            return *differentiable(again, grad, operands[:5], ctx.needed), *[None] * 11
+            return *differentiable(again, grad, operands[:10], ctx.needed), *[None] * 7
         # Where no row counts, the divisor of a mean is 0 and `grad` infinite: no row gets a gradient all the same.
         nothing = torch.stack([(y == 0).all() for y in counted if y is not None]).all()
         # A number would be rounded to 16 bits first, and change all gradients by the same part.
         factor, is_last = grad.masked_fill(nothing, 0).view(1), _may_overwrite(grad)
-        return *(None if y is None else (y if is_last else y.clone()).mul_(factor) for y in grads), *[None] * 11
+        return *(None if y is None else (y if is_last else y.clone()).mul_(factor) for y in grads), *[None] * 7
 
 
 def _may_overwrite(grad: Tensor) -> bool:

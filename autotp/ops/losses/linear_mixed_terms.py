@@ -192,6 +192,11 @@ class RowGrads:
         more = [*grads[2:], *[None] * 2][:2]
         return RowGrads(grads[0], grads[1], more[0], more[1], terms[2] if len(terms) > 2 else None)
 
+    @property
+    def in_order(self) -> tuple[Tensor | None, ...]:
+        """The gradients in the order of the terms."""
+        return self.of_lse, self.of_class, self.of_total, self.of_other_lse
+
     def rows(self, part: slice) -> RowGrads:
         """Returns those of some rows."""
         return RowGrads(*(None if x is None else x[part] for x in vars(self).values()))  # type: ignore[arg-type]

@@ -1,23 +1,22 @@
 """linear_cross_entropy: makes one operator of a head and of what reads its logits, if that needs few numbers of a row.
 
     Before: y = reshape(to(linear(x, w), float32), [-1, 151936]); l = cross_entropy_loss(y, t)
-    After:  e, z = linear_class_terms(w, reshape(x, [-1, 4096]), t, 0, 151936); l = mean(e - z)
+    After:  e, z = linear_class_terms(w, reshape(x, [-1, 4096]), t, 0, 151936); l = sum(e - z) / 8192
 
 Such readers are class losses, log-probabilities of given classes, logarithms of sums of exponentials, entropies,
 divergences between two heads, and the greatest class. The operator computes logits in chunks of rows, in forward and
-again in backward. Views of rows move to the input of the head; casts, a bias, numbers that multiply logits, and a bound
-by tanh become arguments.
+again in backward; `row_sums.py` says where once is enough. Views of rows move to the input of the head; casts, a bias,
+numbers that multiply logits, and a bound by tanh become arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from autotp.ops.losses.linear_cross_entropy import linear_loss_sum
 from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
 from autotp.passes.lower.losses.logit_rules import one_precision, read
 from autotp.passes.lower.losses.logit_values import (
@@ -29,17 +28,10 @@ from autotp.passes.lower.losses.logit_values import (
     Value,
     WeightedValue,
 )
-from autotp.passes.lower.losses.row_terms import Terms, without_defaults, write_reader
+from autotp.passes.lower.losses.row_sums import sum_rows
+from autotp.passes.lower.losses.row_terms import Terms, write_reader
 from autotp.passes.lower.losses.term_requests import Mean, TermRequest, has_shares, labels_of, requests_of
-from autotp.passes.lower.losses.vocab_parallel_loss import (
-    MEAN,
-    NONE,
-    SUM,
-    counted_rows,
-    mean_of_sum,
-    own_weight,
-    reduced_loss,
-)
+from autotp.passes.lower.losses.vocab_parallel_loss import MEAN, NONE, mean_of_sum, reduced_loss
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, visit
 from autotp.rules.call import arguments_of, outputs_of
@@ -111,7 +103,7 @@ def linear_cross_entropy(graph: fx.Graph, axes: Axes, decision: Decision) -> tup
             bound = new_axes.bound.get(made)
             if leaf is not None and bound is not None and bound.cuttable(leaf) is not None:
                 new_decision.cuts[made] = leaf
-    return builder.graph, new_axes, new_decision
+    return sum_rows(builder.graph, new_axes, new_decision)
 
 
 # ---- the heads
@@ -210,29 +202,15 @@ def logits_within(value: Value) -> Iterator[Logits]:
 
 def _read(terms: Terms, node: fx.Node, heads: Heads) -> fx.Node:
     reader = heads.readers[node]
-    if reader.name != "loss":
-        return write_reader(terms, node, reader)
-    logits = reader.value.softmax_of  # type: ignore[union-attr]
-    assert logits is not None
-    live = replace(logits, detached=False)
-    sharing = [
-        other
-        for other, requests in heads.requests.items()
-        if live in {replace(r.logits, detached=False) for r in requests}
-    ]
-    may_sum = sharing == [node] and heads.leaves[logits.linear] is None
-    return _loss(terms, node, logits, may_sum)
+    return _loss(terms, node, reader.value.softmax_of) if reader.name == "loss" else write_reader(terms, node, reader)  # type: ignore[union-attr, arg-type]
 
 
-def _loss(terms: Terms, node: fx.Node, logits: Logits, may_sum: bool) -> fx.Node:
-    """Writes a class loss of the logits of a head. node: the loss in the old graph; may_sum: rows may be added up"""
+def _loss(terms: Terms, node: fx.Node, logits: Logits) -> fx.Node:
+    """Writes a class loss of the logits of a head. node: the loss in the old graph"""
     builder, call, args = terms.builder, terms.call, terms.builder.map(arguments_of(node))
     classes_read = labels_of(node)
     smoothing = args.get("label_smoothing") or 0.0
     dtype = terms.builder.env[logits.linear.args[1]].meta["val"].dtype  # type: ignore[index]
-    # In float16 gradients that are not divided yet may be too large.
-    if may_sum and args["reduction"] in (MEAN, SUM) and dtype != torch.float16:
-        return builder.cast(_summed(terms, node, logits), node.meta["val"].dtype)
     lse, every = terms.lse(logits), None
     if has_shares(node):
         mean = Mean(-1.0, shares=Shares(node))
@@ -250,29 +228,3 @@ def _loss(terms: Terms, node: fx.Node, logits: Logits, may_sum: bool) -> fx.Node
         loss = call(aten.sub.Tensor, lse, terms.picked(logits, classes_read))
         total_loss = reduced_loss(builder, {**args, "label_smoothing": smoothing}, loss, every, ignored, classes)
     return builder.cast(total_loss, node.meta["val"].dtype)
-
-
-def _summed(terms: Terms, node: fx.Node, logits: Logits) -> fx.Node:
-    """Writes a sum or a mean over rows of which this rank has all classes."""
-    builder, call, args = terms.builder, terms.call, terms.builder.map(arguments_of(node))
-    weight, x, bias, *low = terms.operands(logits)
-    assert weight is not None and x is not None
-    dtype, labels, shares, of_shares = dtype_of_sums(weight.meta["val"].dtype), labels_of(node), None, None
-    if has_shares(node):
-        shares, all_shares = terms.shares(Shares(node), logits), terms.sum_of_shares(Shares(node), logits)
-    if labels is None:
-        classes, of_sum, of_shares = terms.any_class(x), all_shares, call(aten.ones_like.default, all_shares)
-        of_class = call(aten.zeros_like.default, all_shares)
-    else:
-        classes, ignored = terms.labels(labels)
-        assert ignored is not None
-        of_sum = of_class = counted_rows(builder, ignored, own_weight(builder, args["weight"], classes), dtype)
-        if shares is not None:
-            of_class = terms.times(of_class, 1 - args["label_smoothing"])
-            of_shares = counted_rows(builder, ignored, None, dtype)
-            of_sum = call(aten.add.Tensor, of_class, call(aten.mul.Tensor, of_shares, all_shares))
-    more = without_defaults(linear_loss_sum, [logits.scale, logits.cap, bias, shares, *low, of_shares])
-    loss = call(linear_loss_sum, weight, x, classes, of_sum, of_class, *more)
-    if args["reduction"] != MEAN:
-        return loss
-    return mean_of_sum(builder, loss, args, dtype)
