@@ -23,6 +23,7 @@ from autotp.passes.lower.losses.logit_values import (
     Affine,
     Exp,
     Logits,
+    Lse,
     RowReader,
     Shares,
     Value,
@@ -66,17 +67,26 @@ class Heads:
         """The heads that have readers."""
         return linears_within(*(reader.value for reader in self.readers.values()))
 
+    def behind(self, node: fx.Node) -> set[fx.Node]:
+        """Returns the heads of the values that an operator reads."""
+        return linears_within(*(self.values[n] for n in node.all_input_nodes if n in self.values))
+
     def leaf_of(self, node: fx.Node) -> Leaf:
         """Returns the cut of the classes of a value or a reader."""
         value = self.values[node] if node in self.values else self.readers[node].value
         return self.leaves[next(logits_within(value)).linear]
 
 
-def linear_cross_entropy(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph, Axes, Decision]:
-    """Returns the graph with heads and readers of their logits in one operator, and its axes and cuts."""
-    heads = heads_of(graph, axes, decision)
+def linear_cross_entropy(
+    graph: fx.Graph, axes: Axes, decision: Decision
+) -> tuple[fx.Graph, Axes, Decision, dict[fx.Node, fx.Node]]:
+    """Returns the graph with heads and readers of their logits in one operator, and its axes and cuts.
+
+    Beside them the other heads, as of `heads_of`.
+    """
+    heads, refused = heads_of(graph, axes, decision)
     if not heads.readers:
-        return graph, axes, decision
+        return graph, axes, decision, refused
     builder, new_axes, new_decision = Builder(fake_mode_of(graph)), Axes(), Decision(chosen=decision.chosen)
 
     def carry_over(node: fx.Node) -> None:
@@ -90,7 +100,7 @@ def linear_cross_entropy(graph: fx.Graph, axes: Axes, decision: Decision) -> tup
         if node in heads.values:
             # What has the rows of the logits stands for them.
             logits = list(logits_within(heads.values[node]))
-            rows = [terms.input_of(linear, own.views) for own in logits for linear in own.linears]
+            rows = [terms.input_of(linear, each.views) for each in logits for linear in each.linears]
             builder.env[node] = rows[0]
         elif node in heads.readers:
             builder.env[node] = _read(terms, node, heads)
@@ -103,21 +113,32 @@ def linear_cross_entropy(graph: fx.Graph, axes: Axes, decision: Decision) -> tup
             bound = new_axes.bound.get(made)
             if leaf is not None and bound is not None and bound.cuttable(leaf) is not None:
                 new_decision.cuts[made] = leaf
-    return sum_rows(builder.graph, new_axes, new_decision)
+    return *sum_rows(builder.graph, new_axes, new_decision), refused
 
 
 # ---- the heads
 
 
-def heads_of(graph: fx.Graph, axes: Axes, decision: Decision) -> Heads:
-    """Returns the heads whose readers need few numbers of each row."""
+def heads_of(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[Heads, dict[fx.Node, fx.Node]]:
+    """Returns the heads whose readers need few numbers of each row; and others with a softmax or with such a reader.
+
+    Of the others the first operator that needs all logits; the head itself where it is cut along its input.
+    """
     leaves = {node: leaf for node in graph.nodes if _is_head(node) for leaf in _leaf_of(node, axes, decision)}
+    whole = dict[fx.Node, fx.Node]()
     while True:
         heads = Heads(leaves, {}, {}, {})
-        refused = _walk(graph, heads, decision) or leaves.keys() - heads.read
+        refusing = next(_refusing(graph, heads, decision), None)
+        refused = heads.behind(refusing) if refusing is not None else leaves.keys() - heads.read
         if not refused:
-            return heads
+            break
         leaves = {head: leaf for head, leaf in leaves.items() if head not in refused}
+    cuts = {node: next(_leaf_of(node, axes, decision), None) for node in graph.nodes if _is_head(node)}
+    every = Heads(cuts, {}, {}, {})
+    for refusing in _refusing(graph, every, decision):
+        whole = dict.fromkeys(every.behind(refusing), refusing) | whole
+    probable = every.read | linears_within(*(value for value in every.values.values() if is_softmax(value)))
+    return heads, {head: whole.get(head, head) for head in cuts if head in probable - heads.leaves.keys()}
 
 
 def _is_head(node: fx.Node) -> bool:
@@ -136,18 +157,17 @@ def _leaf_of(linear: fx.Node, axes: Axes, decision: Decision) -> Iterator[Leaf]:
         yield leaf
 
 
-def _walk(graph: fx.Graph, heads: Heads, decision: Decision) -> set[fx.Node]:
-    """Adds values and readers in the order of the graph; returns the heads of the first other operator."""
+def _refusing(graph: fx.Graph, heads: Heads, decision: Decision) -> Iterator[fx.Node]:
+    """Adds values and readers in the order of the graph; yields each operator that needs their elements."""
     for node in graph.nodes:
         if node in heads.leaves:
             heads.values[node] = Affine(((Logits(node), 1.0),))
             continue
-        operands = [heads.values[n] for n in node.all_input_nodes if n in heads.values]
+        operands = [n for n in node.all_input_nodes if n in heads.values]
         if not operands or (node.target is aten.sym_size.int and _is_of_rows(node, heads.values)):
             continue
         if not _add(node, heads, decision):
-            return linears_within(*operands)
-    return set()
+            yield node
 
 
 def _is_of_rows(size: fx.Node, values: dict[fx.Node, Value]) -> bool:
@@ -177,6 +197,11 @@ def _add(node: fx.Node, heads: Heads, decision: Decision) -> bool:
         return False
     heads.readers[node], heads.requests[node] = result, requests
     return True
+
+
+def is_softmax(value: Value) -> bool:
+    """True for values made of exponentials of logits."""
+    return not isinstance(value, Affine) or any(isinstance(row, Lse) for row, _ in value.rows)
 
 
 def linears_within(*values: Value) -> set[fx.Node]:

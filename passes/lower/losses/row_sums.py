@@ -30,7 +30,7 @@ SUMS = frozenset({aten.sum.default, aten.mean.default})
 
 
 @dataclass(frozen=True)
-class Factor:
+class RowFactor:
     """What a row is multiplied by: a number times tensors of the old graph, and with 0 where masks are true.
 
     Attributes:
@@ -57,8 +57,8 @@ class RowSum:
     root: fx.Node
     inside: set[fx.Node]
     sizes: dict[fx.Node, int]
-    factors: dict[int, list[Factor]] = field(default_factory=dict)
-    rest: list[tuple[fx.Node, Factor]] = field(default_factory=list)
+    factors: dict[int, list[RowFactor]] = field(default_factory=dict)
+    rest: list[tuple[fx.Node, RowFactor]] = field(default_factory=list)
 
 
 def sum_rows(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph, Axes, Decision]:
@@ -128,7 +128,7 @@ def _shape(x: Any) -> tuple[Size, ...] | None:
 
 def _derive(row_sum: RowSum, shapes: set[Any]) -> bool:
     """Fills in factors; returns False for an operator that is not linear, or of another shape than these."""
-    by_node: dict[fx.Node, list[Factor]] = {row_sum.root.all_input_nodes[0]: [Factor()]}
+    by_node: dict[fx.Node, list[RowFactor]] = {row_sum.root.all_input_nodes[0]: [RowFactor()]}
     in_order = [node for node in row_sum.root.graph.nodes if node in row_sum.inside]
     for node in reversed(in_order):
         factors = by_node.pop(node, [])
@@ -151,16 +151,16 @@ def _derive(row_sum: RowSum, shapes: set[Any]) -> bool:
     return False
 
 
-def _steps(node: fx.Node, factor: Factor, row_sum: RowSum) -> list[tuple[fx.Node, Factor]] | None:
+def _steps(node: fx.Node, factor: RowFactor, row_sum: RowSum) -> list[tuple[fx.Node, RowFactor]] | None:
     """Returns what an operator's operands are multiplied by in the sum; None if it is not known."""
     args = list(arguments_of(node).values())
     number, tensors, masks = factor.number, factor.tensors, factor.masks
     if node.target is aten.neg.default:
-        return [(args[0], Factor(-number, tensors, masks))]
+        return [(args[0], RowFactor(-number, tensors, masks))]
     if has(node.target, Trait.SAME | Trait.RESHAPE) and not has(node.target, Trait.NO_GRADIENT):
         return [(args[0], factor)]
     if node.target is aten.masked_fill.Scalar and args[2] == 0 and _shape(args[1]) == _shape(node):
-        return [(args[0], Factor(number, tensors, (*masks, args[1])))]
+        return [(args[0], RowFactor(number, tensors, (*masks, args[1])))]
     operands = args[:2]
     if node.kwargs or len(node.args) != 2 or not has(node.target, Trait.SUM | Trait.SCALE):
         return None
@@ -168,7 +168,7 @@ def _steps(node: fx.Node, factor: Factor, row_sum: RowSum) -> list[tuple[fx.Node
         if any(_shape(operand) != _shape(node) for operand in operands):
             return None
         sign = -1 if node.target is aten.sub.Tensor else 1
-        return [(operands[0], factor), (operands[1], Factor(sign * number, tensors, masks))]
+        return [(operands[0], factor), (operands[1], RowFactor(sign * number, tensors, masks))]
     divides = node.target is aten.div.Tensor
     if operands[0] not in row_sum.inside and not divides:
         operands.reverse()
@@ -177,10 +177,10 @@ def _steps(node: fx.Node, factor: Factor, row_sum: RowSum) -> list[tuple[fx.Node
         return None
     if isinstance(other, int | float):
         scaled = number / other if divides and other else number * other
-        return None if divides and not other else [(rows, Factor(scaled, tensors, masks))]
+        return None if divides and not other else [(rows, RowFactor(scaled, tensors, masks))]
     if _shape(other) not in ((), _shape(node)):
         return None
-    return [(rows, Factor(number, (*tensors, (other, divides)), masks))]
+    return [(rows, RowFactor(number, (*tensors, (other, divides)), masks))]
 
 
 # ---- the new operator
@@ -190,9 +190,9 @@ def _write(builder: Builder, row_sum: RowSum) -> fx.Node:
     """Writes a sum, with the operators that compute what the terms are multiplied by."""
     args, call = builder.map(arguments_of(row_sum.terms)), builder.call
     dtype, classes = row_sum.terms.meta["val"].dtype, args["classes"]
-    numbers: dict[Factor, fx.Node] = {}
+    numbers: dict[RowFactor, fx.Node] = {}
 
-    def sum_of(factors: Sequence[Factor]) -> fx.Node:
+    def sum_of(factors: Sequence[RowFactor]) -> fx.Node:
         total: fx.Node | None = None
         for factor in factors:
             if factor not in numbers:
@@ -215,7 +215,7 @@ def _write(builder: Builder, row_sum: RowSum) -> fx.Node:
     return builder.cast(total, row_sum.root.meta["val"].dtype)
 
 
-def _rows_of(builder: Builder, factor: Factor, classes: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _rows_of(builder: Builder, factor: RowFactor, classes: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Writes what a row is multiplied by: [*]"""
     call = builder.call
     result = call(aten.full_like.default, classes, factor.number, dtype=dtype)

@@ -124,7 +124,7 @@ def test_sum_with_shares_of_classes_and_an_added_product(
     def ours() -> Tensor:
         more = {"bias": own_bias[0] if bias else None, "shares": shares, "low_weight": low_weight, "low_x": low_x}
         numbers = of_sum, -of_class, of_shares, None, scale, cap
-        return linear_loss_sum(weight, x, classes, *numbers, own_part=-1.0, **more)  # type: ignore[arg-type]
+        return linear_loss_sum(weight, x, classes, *numbers, first_part=-1.0, **more)  # type: ignore[arg-type]
 
     def expected() -> Tensor:
         z = (F.linear(x, weight, *own_bias) + F.linear(low_x, low_weight)) * scale
@@ -143,7 +143,9 @@ def test_sum_with_shares_has_second_derivatives(shape: tuple[int, ...]) -> None:
 
     def total(*tensors: Tensor) -> Tensor:
         more = {"shares": shares, "low_weight": tensors[2], "low_x": tensors[3]}
-        return linear_loss_sum(*tensors[:2], classes, counted, -counted, counted, None, 0.5, 2.0, own_part=-1.0, **more)
+        return linear_loss_sum(
+            *tensors[:2], classes, counted, -counted, counted, None, 0.5, 2.0, first_part=-1.0, **more
+        )
 
     assert torch.autograd.gradgradcheck(total, (weight, x, *low))
     once, again = (
@@ -211,7 +213,7 @@ def test_rules_hold(tp: int, bias: bool) -> None:
     )
     low = torch.rand(CLASSES, 2).double(), torch.rand(*ROWS, 2).double()
     for shares in (torch.rand(CLASSES).double(), torch.rand(*ROWS, CLASSES).double()):
-        more = {"own_part": -1.0, "shares": shares, "low_weight": low[0], "low_x": low[1]}
+        more = {"first_part": -1.0, "shares": shares, "low_weight": low[0], "low_x": low[1]}
         of_rows = counted, counted, counted, None, 1.0, 0.0, given
         assert prove_rule(linear_loss_sum, (weight, x, classes, *of_rows), more, tp) == []
 
