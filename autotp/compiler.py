@@ -36,6 +36,7 @@ from autotp.passes.check.types import Typed
 from autotp.passes.emit.late_sums import late_sums
 from autotp.passes.emit.python_calls import call_python
 from autotp.passes.emit.rank_program import RankProgram
+from autotp.passes.emit.tied_gradients import tied_gradients
 from autotp.passes.lower.bucket import bucket
 from autotp.passes.lower.dce import dce
 from autotp.passes.lower.fuse_bias import fuse_bias
@@ -162,10 +163,11 @@ LOWER = (
 
 EMIT = (
     # `bind` is first because the next two take a bound graph, and `python_calls` last because all others ask what an
-    # operator is. `recompute` makes a module of the graph.
+    # operator is. `recompute` makes a module of the graph, and a budget asks what operators keep.
     Pass("emit", "bind", emitted.bound),
     Pass("emit", "late_sums", lambda p, site, graph: late_sums(graph), _unless_left_out("late_sums")),
     Pass("emit", "recompute", emitted.as_module),
+    Pass("emit", "tied_gradients", lambda p, site, module: tied_gradients(module), _unless_left_out("in_place")),
     Pass("emit", "python_calls", lambda p, site, module: call_python(module)),
 )
 

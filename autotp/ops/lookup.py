@@ -5,11 +5,13 @@ The functions take plain tensors; lowered graphs call them. Each has its row in 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autotp.ops.eager_mode import is_plain
+from autotp.ops.eager_mode import is_kept, is_plain, no_transform
 
 
 def embedding(weight: Tensor, indices: Tensor, start: int, size: int, padding_idx: int = -1) -> Tensor:
@@ -31,6 +33,79 @@ def embedding(weight: Tensor, indices: Tensor, start: int, size: int, padding_id
     padding = padding_idx - start if start <= padding_idx < start + rows else None
     result = F.embedding(local, weight, padding)
     return result.masked_fill(outside.unsqueeze(-1), 0)
+
+
+def tied_embedding(
+    weight: Tensor, indices: Tensor, start: int, size: int, padding_idx: int = -1
+) -> tuple[Tensor, Tensor]:
+    """Returns a lookup, and the table again, whose gradient has that of the lookup added in place.
+
+    So a table that a head reads, too, has one gradient in memory. The readers of the second result must return new
+    tensors as its gradient: `passes/emit/tied_gradients.py` sees to it.
+
+    Args:
+        weight, indices, start, size, padding_idx: as of `embedding`; the whole table has `start` 0 and all rows.
+
+    Returns:
+        [* hidden] and [rows hidden]
+    """
+    if weight.requires_grad and torch.is_grad_enabled() and len(weight) and no_transform(weight, indices):
+        rows, table = _TiedEmbedding.apply(weight, indices, start, size, padding_idx)
+        return rows, table
+    return _looked_up(weight, indices, start, size, padding_idx), weight
+
+
+def _looked_up(weight: Tensor, indices: Tensor, start: int, size: int, padding_idx: int) -> Tensor:
+    if weight.shape[0] == size:
+        return torch.embedding(weight, indices, padding_idx)
+    return embedding(weight, indices, start, size, padding_idx)
+
+
+class _TiedEmbedding(torch.autograd.Function):
+    """The lookup and the table, with one gradient of both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, indices: Tensor, start: int, size: int, padding_idx: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(indices)
+        ctx.start, ctx.padding_idx, ctx.shape = start, padding_idx, weight.shape
+        ctx.set_materialize_grads(False)
+        return _looked_up(weight, indices, start, size, padding_idx), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, of_rows: Tensor | None, of_table: Tensor | None) -> tuple[Tensor | None, ...]:
+        if of_table is None and of_rows is not None:
+            of_table = of_rows.new_zeros(ctx.shape)
+        if of_table is None or of_rows is None or not of_rows.numel():
+            return of_table, None, None, None, None
+        (indices,) = ctx.saved_tensors
+        local, outside = local_index(indices.reshape(-1), ctx.start, ctx.shape[0])
+        local = local.masked_fill(outside | (indices.reshape(-1) == ctx.padding_idx), -1)
+        of_rows = of_rows.reshape(len(local), -1)
+        if torch.is_grad_enabled() or is_kept(of_table):
+            of_rows = of_rows.masked_fill((local < 0)[:, None], 0)
+            return of_table.index_add(0, local.clamp(min=0), of_rows), None, None, None, None
+        return of_table.index_add_(0, *_sums_of_equal(local, of_rows)), None, None, None, None
+
+
+def _sums_of_equal(index: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns each index once, with the sum of its rows; further ones are 0, and their rows are 0.
+
+    The sums are those that the gradient of an embedding has: on a GPU in one order, and of 16 bits in float32.
+
+    Args:
+        index: [n]; rows with -1 do not count.
+        rows: [n hidden]
+    """
+    index = index.long()
+    ordered, order = index.sort()
+    # The number of smaller indices that differ: it is below n, however large the table is.
+    place_in_order = (ordered.diff(prepend=ordered[:1]) != 0).cumsum(0)
+    place = torch.empty_like(index).scatter_(0, order, place_in_order)
+    once = torch.full_like(index, -1).scatter_(0, place, index)
+    sums = torch.ops.aten.embedding_dense_backward(rows, place, len(index), -1, False)
+    return once.clamp(min=0), sums.masked_fill_((once < 0)[:, None], 0)
 
 
 def gather(x: Tensor, dim: int, index: Tensor, start: int, size: int) -> Tensor:

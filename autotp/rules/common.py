@@ -340,7 +340,7 @@ def parallel_class_terms(call: Call) -> Rule:
 
 def parallel_linear_class_terms(call: Call) -> Rule:
     """`linear_class_terms(weight, x, classes, ...)`: terms of each row over classes, which may be cut."""
-    row, has_sum = letters(call["classes"].dim()), call.get("own_part") or call.get("other_part")
+    row, has_sum = letters(call["classes"].dim()), call.get("first_part") or call.get("second_part")
     reducer = "logsumexp" if not has_sum else "logsumexp_mean" if call.get("shares") is None else "logsumexp_sum"
     return Rule.of(spell(_of_heads(call, row, "v!"), [["t^", *row]]), reducer=reducer)  # type: ignore[arg-type]
 
@@ -349,11 +349,12 @@ def _of_heads(call: Call, row: list[str], v: str) -> list[list[str]]:
     """Returns the terms of the tensors of one head or two. v: the letter of the classes"""
     shares = call.get("shares")
     terms = {
-        "weight": [v, "i^"], "x": [*row, "i^"], "classes": row, "of_sum": row, "of_class": row, "bias": [v],
-        "other_weight": [v, "j^"], "other_x": [*row, "j^"], "other_bias": [v],
+        "weight": [v, "i^"], "x": [*row, "i^"], "classes": row, "of_lse": row, "of_class": row,
+        "of_total": row, "of_second_lse": row, "bias": [v],
+        "second_weight": [v, "j^"], "second_x": [*row, "j^"], "second_bias": [v],
         "shares": [*row, v] if shares is not None and shares.dim() > 1 else [v],
         "low_weight": [v, "k^"], "low_x": [*row, "k^"],
-        "other_low_weight": [v, "l^"], "other_low_x": [*row, "l^"], "of_shares": row,
+        "second_low_weight": [v, "l^"], "second_low_x": [*row, "l^"],
     }  # fmt: skip
     return [term for name, term in terms.items() if call.get(name) is not None]
 
@@ -365,5 +366,5 @@ def parallel_linear_argmax(call: Call) -> Rule:
 
 
 def whole_linear_loss_sum(call: Call) -> Rule:
-    """`linear_loss_sum(weight, x, classes, of_sum, of_class, ...)`: a sum over rows. It needs all classes."""
+    """`linear_loss_sum(weight, x, classes, of_lse, of_class, ...)`: a sum over rows. It needs all classes."""
     return Rule.of(spell(_of_heads(call, letters(call["classes"].dim()), "v^"), [[]]))

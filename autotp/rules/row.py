@@ -68,6 +68,7 @@ class Trait(Flag):
     ADDS_AT = auto()  # Adds values (`src`, `source`) to the first operand, at the positions in `index`.
     UPDATE = auto()  # Replaces a part of the first operand; its in-place form may replace it.
     CLASSES = auto()  # Reduces over classes, for each row.
+    HEAD = auto()  # The product of a head with what reads its logits; the gradient of its weight is a new tensor.
     CLASS_LOSS = auto()  # A loss of scores for classes and of `target`, with `weight`, `ignore_index`, `reduction`.
 
     # In graphs.

@@ -243,7 +243,7 @@ def overloads(op: Callable[..., Any], only: str = "") -> list[Any]:
 
 
 OWN_ROWS: dict[Callable[..., Any], Row] = {
-    lookup.embedding: Row(f.fixed("v h, * -> * h", ((0,),)), T.UNSAVED),
+    lookup.embedding: Row(f.fixed("v h, * -> * h", ((0,),)), T.UNSAVED | T.LOOKUP),
     lookup.gather: Row(f.parallel_gather),
     # No factor is passed through: this is what separates the axes of the result.
     placement_moves.apart: Row(f.entire),
@@ -262,10 +262,10 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     collectives.halo: Row(c.with_positions_before),
     cross_entropy.peak: Row(f.parallel_peak, T.NO_GRADIENT),
     cross_entropy.class_terms: Row(f.parallel_class_terms, T.UNSAVED),
-    linear_class_terms: Row(f.parallel_linear_class_terms, T.UNSAVED),
+    linear_class_terms: Row(f.parallel_linear_class_terms, T.UNSAVED | T.HEAD),
     argmax_key: Row(f.parallel_argmax, T.NO_GRADIENT),
-    linear_argmax_key: Row(f.parallel_linear_argmax, T.NO_GRADIENT),
-    linear_loss_sum: Row(f.whole_linear_loss_sum, T.UNSAVED),
+    linear_argmax_key: Row(f.parallel_linear_argmax, T.NO_GRADIENT | T.HEAD),
+    linear_loss_sum: Row(f.whole_linear_loss_sum, T.UNSAVED | T.HEAD),
     dropout.exact_dropout: Row(f.dropout, T.RANDOM),
     dropout.fast_dropout: Row(f.dropout, T.RANDOM),
     dropout.exact_attention: Row(p.attention, T.RANDOM | T.ATTENTION),

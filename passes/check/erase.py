@@ -38,8 +38,8 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "s
 _ZIGZAG = ("query", "key", "value", "parts", "rank", "scale", "enable_gqa")
 _LOW = "low_weight", "low_x"
 _MIX = (
-    *("own_part", "other_part", "other_weight", "other_x", "other_scale", "other_cap", "other_bias", "shares"),
-    *(*_LOW, "other_low_weight", "other_low_x"),
+    *("first_part", "second_part", "second_weight", "second_x", "second_scale", "second_cap", "second_bias", "shares"),
+    *(*_LOW, "second_low_weight", "second_low_x"),
 )
 FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
     lookup.embedding: (aten.embedding.default, ("weight", "indices", "start", "size", "padding_idx"), ""),

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autotp.ops.losses.argmax import linear_argmax_key
-from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
 from autotp.passes.plan.candidate import contracts
 from autotp.passes.plan.choose import NOMINAL, elements
 from autotp.passes.plan.infer_axes import Axes
@@ -72,7 +70,7 @@ def multiplications(node: fx.Node, axes: Axes) -> float:
     A head in one operator with its loss counts as the product that it is.
     """
     bound = axes.bound.get(node)
-    if bound is not None and node.target in (linear_class_terms, linear_loss_sum, linear_argmax_key):
+    if bound is not None and has(node.target, Trait.HEAD):
         weight, x = bound.operands[:2]
         return elements(x) * _nominal(find(axes.of(weight)[0]).size)
     if contracts(bound):

@@ -12,6 +12,7 @@ from autotp.passes.lower.dce import dce
 from autotp.passes.lower.decompose import decompose
 from autotp.passes.lower.defer_reductions import defer_reductions
 from autotp.passes.lower.losses.linear_cross_entropy import linear_cross_entropy
+from autotp.passes.lower.losses.logit_notes import logit_notes
 from autotp.passes.lower.prove_rules import prove_node
 from autotp.passes.pipeline.row_independence import expect_rows, expect_sums
 from autotp.passes.plan.candidate import EXPERTS
@@ -119,9 +120,9 @@ def decided(p: ProgramWithCandidates) -> ProgramWithDecision:
 
 def with_linear_cross_entropy(p: ProgramWithDecision) -> ProgramWithDecision:
     """Returns the program with heads and losses in one operator."""
-    graph, axes, decision = linear_cross_entropy(p.graph, p.axes, p.decision)
-    note = {"loss": "with its head in chunks of rows: logits are never whole"} if graph is not p.graph else {}
-    return replace(p, graph=graph, axes=axes, decision=decision, notes={**p.notes, **note})
+    graph, axes, decision, refused = linear_cross_entropy(p.graph, p.axes, p.decision)
+    notes = logit_notes(p.graph, graph, decision, refused, p.tp)
+    return replace(p, graph=graph, axes=axes, decision=decision, notes={**p.notes, **notes})
 
 
 def decomposed(p: ProgramWithDecision) -> ProgramWithDecision:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotp.ops.lookup import embedding, gather
+from autotp.ops.lookup import embedding, gather, tied_embedding
 from autotp.sharding.partition import chunk_bounds
 
 ROWS, CLASSES = 6, 7
@@ -38,3 +38,64 @@ def test_lookups_refuse_an_index_out_of_range(wrong: int) -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             call()
+
+
+TIED = torch.tensor([[0, 6, 3, 3], [2, 5, 3, 0]])
+
+
+def tied_loss(weight: Tensor, x: Tensor, start: int = 0, padding_idx: int = -1, tied: bool = True) -> Tensor:
+    """A loss of looked-up rows and of a head with the same part of a table."""
+    if tied:
+        rows, table = tied_embedding(weight, TIED, start, CLASSES, padding_idx)
+    else:
+        rows, table = embedding(weight, TIED, start, CLASSES, padding_idx), weight
+    return (torch.linspace(1, 2, 8, dtype=x.dtype).view(2, 4, 1) * rows).sin().sum() + (x @ table.T).cos().sum()
+
+
+@pytest.mark.parametrize("padding_idx", [-1, 3])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_tied_table_has_the_sum_of_both_gradients(tp: int, padding_idx: int, dtype: torch.dtype) -> None:
+    """Bit for bit: each row of the head's gradient gets the sum of the rows that were looked up."""
+    x = torch.randn(5, 3, dtype=dtype)
+    for start, part in parts(torch.randn(CLASSES, 3, dtype=dtype), tp):
+        grads = []
+        for tied in (True, False):
+            leaf = part.clone().requires_grad_()
+            tied_loss(leaf, x, start, padding_idx, tied).backward()
+            grads.append(leaf.grad)
+        assert torch.equal(*grads)
+
+
+def test_a_tied_table_adds_rows_to_the_gradient_of_the_head_in_place() -> None:
+    weight, made = torch.randn(CLASSES, 3, requires_grad=True), []
+    rows, table = tied_embedding(weight, TIED, 0, CLASSES)
+    product = torch.randn(5, 3) @ table.T
+    table.register_hook(lambda grad: made.append(grad.data_ptr()))
+    (rows.sum() + product.sum()).backward()
+    assert weight.grad is not None and made == [weight.grad.data_ptr()]
+
+
+def test_a_tied_table_is_differentiated_as_two_tensors() -> None:
+    """Twice, mapped, again over a kept graph, and through one of the two results alone."""
+    weight, x = torch.randn(CLASSES, 3).double().requires_grad_(), torch.randn(5, 3).double()
+    assert torch.autograd.gradcheck(lambda w: tied_loss(w, x), weight)
+    assert torch.autograd.gradgradcheck(lambda w: tied_loss(w, x), weight)
+    expected = torch.autograd.grad(tied_loss(weight, x, tied=False), weight)[0]
+    torch.testing.assert_close(torch.func.grad(tied_loss)(weight.detach(), x), expected)
+    mapped = torch.func.vmap(torch.func.grad(tied_loss), (None, 0))(weight.detach(), torch.stack([x, x]))
+    torch.testing.assert_close(mapped, torch.stack([expected, expected]))
+    loss = tied_loss(weight, x)
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(loss, weight, retain_graph=True)[0], expected)
+    rows, table = tied_embedding(weight, TIED, 0, CLASSES)
+    for result, alone in ((rows, embedding(weight, TIED, 0, CLASSES)), (table, weight)):
+        ours, theirs = (torch.autograd.grad(y.sin().sum(), weight)[0] for y in (result, alone))
+        assert torch.equal(ours, theirs)
+
+
+def test_a_tied_table_looks_up_nothing() -> None:
+    weight = torch.randn(CLASSES, 3, requires_grad=True)
+    rows, table = tied_embedding(weight, TIED[:0].int(), 0, CLASSES)
+    (rows.sum() + (table * 2).sum()).backward()
+    assert rows.shape == (0, 4, 3) and torch.equal(weight.grad, torch.full_like(weight, 2))  # type: ignore[arg-type]

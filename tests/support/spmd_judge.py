@@ -353,8 +353,9 @@ def _class_terms(x: Tensor, top: Tensor, classes: Tensor, dim: int, start: int, 
 
 def _linear_class_terms(
     self: _Judge, weight: Tensor, x: Tensor, classes: Tensor, start: int, size: int, scale: float, cap: float,
-    bias: Tensor | None, own_part: float = 0.0, other_part: float = 0.0, other_weight: Any = None, other_x: Any = None,
-    other_scale: float = 1.0, other_cap: float = 0.0, other_bias: Tensor | None = None, shares: Any = None,
+    bias: Tensor | None, first_part: float = 0.0, second_part: float = 0.0, second_weight: Any = None,
+    second_x: Any = None,
+    second_scale: float = 1.0, second_cap: float = 0.0, second_bias: Tensor | None = None, shares: Any = None,
     *low: Any,
 ) -> Tensor:  # fmt: skip
     """Returns terms of the classes of a rank: V. Scale and cap change no type."""
@@ -362,8 +363,8 @@ def _linear_class_terms(
     z = _linear(self, x, weight, bias)
     z = z if low[0] is None else z + _linear(self, low[1], low[0], None)
     terms = [z.logsumexp(-1), lookup.gather(z, -1, classes[..., None], start, size)[..., 0]]
-    if own_part or other_part:
-        others = [] if other_weight is None else [_linear(self, other_x, other_weight, other_bias)]
+    if first_part or second_part:
+        others = [] if second_weight is None else [_linear(self, second_x, second_weight, second_bias)]
         sums = (sum(others, z) * (z.softmax(-1) if shares is None else shares)).sum(-1)
         terms += [sums] + [y.logsumexp(-1) for y in others]
     return torch.stack(terms)

@@ -2,8 +2,8 @@
 
 The logits of all rows are never in memory. There are two forms. `linear_class_terms` works on a part of the classes:
 backward computes logits again, tile by tile, unless they are one chunk or the weight has no gradient.
-`linear_loss_sum` has all classes, and so forward knows the gradients but for a number: it computes them from the same
-logits.
+`linear_loss_sum` has all classes and what the loss does with each row, and so forward knows the gradients but for a
+number: it computes them from the same logits.
 
 NOTE [Sums of products in 16 bits]
 A sum in bfloat16 stops growing after 256 equal terms, so products of many chunks cannot be added in it. Backward of
@@ -17,6 +17,7 @@ Source: Wijmans et al. 2025, Cut Your Losses in Large-Vocabulary Language Models
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +40,6 @@ from autotp.ops.losses.linear_mixed_terms import (
     RowGrads,
     Tile,
     add_to_shares,
-    gradient_of_own,
     gradients,
     read_rows,
     terms_at_once,
@@ -59,18 +59,18 @@ def linear_class_terms(
     scale: float = 1.0,
     cap: float = 0.0,
     bias: Tensor | None = None,
-    own_part: float = 0.0,
-    other_part: float = 0.0,
-    other_weight: Tensor | None = None,
-    other_x: Tensor | None = None,
-    other_scale: float = 1.0,
-    other_cap: float = 0.0,
-    other_bias: Tensor | None = None,
+    first_part: float = 0.0,
+    second_part: float = 0.0,
+    second_weight: Tensor | None = None,
+    second_x: Tensor | None = None,
+    second_scale: float = 1.0,
+    second_cap: float = 0.0,
+    second_bias: Tensor | None = None,
     shares: Tensor | None = None,
     low_weight: Tensor | None = None,
     low_x: Tensor | None = None,
-    other_low_weight: Tensor | None = None,
-    other_low_x: Tensor | None = None,
+    second_low_weight: Tensor | None = None,
+    second_low_x: Tensor | None = None,
 ) -> Tensor:
     """Returns the logarithm of the sum of exponentials of each row's logits, and the logit of its class.
 
@@ -88,19 +88,18 @@ def linear_class_terms(
         scale: multiplies the logits, `x @ weight.T + bias`.
         cap: if not 0, it bounds the scaled logits: `cap * tanh(logits / cap)`.
         bias: [v]
-        own_part, other_part: `d = own_part * logits + other_part * logits of another head` is what the sum is of.
-        other_weight, other_x, other_scale, other_cap, other_bias: the other head, with the same classes and rows.
+        first_part, second_part: the sum is that of `d = first_part * logits + second_part * logits of a second head`.
+        second_weight, second_x, second_scale, second_cap, second_bias: the second head, with the same classes and rows.
         shares: [v] or [* v] what multiplies `d` in the sum; the probabilities if None.
         low_weight, low_x: [v rank], [* rank] whose product is added to that of `weight` and `x`.
-        other_low_weight, other_low_x: the same of the other head.
+        second_low_weight, second_low_x: the same of the second head.
 
     Returns:
         [2 *]; [3 *] with parts, [4 *] with another head.
     """
-    other = None
-    if other_weight is not None and other_x is not None:
-        other = Head(other_weight, other_x, other_bias, other_low_weight, other_low_x, other_scale, other_cap)
-    mix = Mix(Head(weight, x, bias, low_weight, low_x, scale, cap), other, own_part, other_part, shares)
+    first = Head(weight, x, bias, low_weight, low_x, scale, cap)
+    fields = second_weight, second_x, second_bias, second_low_weight, second_low_x, second_scale, second_cap
+    mix = Mix(first, _second_head(fields), first_part, second_part, shares)
     if not _has_numbers(weight, x):
         return terms_at_once(mix, classes, start, size)
     terms: Tensor = _LinearClassTerms.apply(*mix.operands, classes, start, size, mix.numbers)
@@ -111,45 +110,61 @@ def linear_loss_sum(
     weight: Tensor,
     x: Tensor,
     classes: Tensor,
-    of_sum: Tensor,
+    of_lse: Tensor,
     of_class: Tensor,
+    of_total: Tensor | None = None,
+    of_second_lse: Tensor | None = None,
     scale: float = 1.0,
     cap: float = 0.0,
     bias: Tensor | None = None,
+    first_part: float = 0.0,
+    second_part: float = 0.0,
+    second_weight: Tensor | None = None,
+    second_x: Tensor | None = None,
+    second_scale: float = 1.0,
+    second_cap: float = 0.0,
+    second_bias: Tensor | None = None,
     shares: Tensor | None = None,
     low_weight: Tensor | None = None,
     low_x: Tensor | None = None,
-    of_shares: Tensor | None = None,
+    second_low_weight: Tensor | None = None,
+    second_low_x: Tensor | None = None,
 ) -> Tensor:
-    """Returns the sum over rows of `of_sum * terms[0] - of_class * terms[1]`; `terms` are those of all classes.
+    """Returns the sum over rows of the terms of all classes, each times a number of the row.
 
     Args:
-        weight, x, classes, scale, cap, bias, low_weight, low_x: as of `linear_class_terms`.
-        of_sum, of_class: [*] how much of each term counts. Only `of_sum` has a gradient. A row with 0 in
-            both, and in `of_shares`, is not read.
-        shares, of_shares: [v] or [* v], and [*]: both or none. From each row's part of the sum
-            `of_shares * (shares * logits).sum(-1)` is subtracted, too. `of_shares` has no gradient.
+        of_lse, of_class, of_total, of_second_lse: [*] factors of the terms of `linear_class_terms`, in their order. A
+            row with 0 in all is not read.
+        weight, x, classes, scale ... second_low_x: as of `linear_class_terms`.
     """
-    mix = Mix(
-        Head(weight, x, bias, low_weight, low_x, scale, cap), own_part=0.0 if shares is None else -1.0, shares=shares
-    )
-    counts = RowGrads(of_sum, -of_class, of_shares)
+    first = Head(weight, x, bias, low_weight, low_x, scale, cap)
+    fields = second_weight, second_x, second_bias, second_low_weight, second_low_x, second_scale, second_cap
+    mix = Mix(first, _second_head(fields), first_part, second_part, shares)
+    numbers = of_lse, of_class, of_total, of_second_lse
     if not _has_numbers(weight, x):
-        return _sum_of_terms(terms_at_once(mix, classes, 0, weight.shape[0]), counts)
-    learns_counts = of_sum.requires_grad or (shares is not None and shares.requires_grad)
-    if learns_counts or adds_in_float32(weight, classes.numel()):
-        terms = _LinearClassTerms.apply(*mix.operands, classes, 0, len(weight), mix.numbers)
-        return _sum_of_terms(terms, counts)
-    total: Tensor = _LinearLossSum.apply(
-        *mix.operands, classes, counts.of_lse, counts.of_class, counts.of_total, mix.numbers
-    )
+        return _sum_of_terms(terms_at_once(mix, classes, 0, weight.shape[0]), numbers)
+    # Forward knows no gradients of these, and adds those of the weights in their own dtype.
+    learns_numbers = any(y is not None and y.requires_grad for y in (*numbers, shares))
+    if learns_numbers or any(adds_in_float32(head.weight, classes.numel()) for head in mix.heads):
+        return _sum_of_terms(_LinearClassTerms.apply(*mix.operands, classes, 0, len(weight), mix.numbers), numbers)
+    total: Tensor = _LinearLossSum.apply(*mix.operands, classes, *numbers, mix.numbers)
     return total
+
+
+def _second_head(arguments: Sequence[Any]) -> Head | None:
+    """Returns a head of its fields; None without a weight."""
+    return None if arguments[0] is None else Head(*arguments)
 
 
 def adds_in_float32(weight: Tensor, rows: int) -> bool:
     """True if the gradient of the weight is a sum of too many chunks for 16 bits: `NOTE [Sums of products]`."""
     is_trained = torch.is_grad_enabled() and weight.requires_grad
-    return is_trained and weight.dtype.itemsize < 4 and rows * len(weight) > MOST * chunks.CHUNK
+    return is_trained and has_many_chunks(weight.dtype, rows * len(weight))
+
+
+def has_many_chunks(dtype: torch.dtype, logits: float) -> bool:
+    """True if a sum over so many logits needs more bits than a weight of this dtype has."""
+    return dtype.itemsize < 4 and logits > MOST * chunks.CHUNK
 
 
 def _has_numbers(weight: Tensor, x: Tensor) -> bool:
@@ -168,12 +183,10 @@ def linear_loss_sum_like(weight: Tensor, x: Tensor, *_: Any) -> Tensor:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _sum_of_terms(terms: Tensor, counts: RowGrads) -> Tensor:
+def _sum_of_terms(terms: Tensor, numbers: Sequence[Tensor | None]) -> Tensor:
     """Returns `linear_loss_sum` of terms, by operators that can be differentiated again, mapped and compiled."""
-    result = _weighted(terms[0], counts.of_lse) + _weighted(terms[1], counts.of_class.detach())
-    if counts.of_total is not None:
-        result = result + _weighted(terms[2], counts.of_total.detach())
-    return result
+    weighted = [_weighted(term, y) for term, y in zip(terms, numbers, strict=False) if y is not None]
+    return sum(weighted[1:], weighted[0])
 
 
 def _weighted(term: Tensor, weights: Tensor) -> Tensor:
@@ -189,21 +202,21 @@ class _LinearClassTerms(torch.autograd.Function):
         *operands, classes, start, size, numbers = args
         given, index, needed = Mix.of(operands, numbers), classes.reshape(-1), ctx.needs_input_grad[:11]
         mix = given.of_rows()
-        weight, rows = mix.own.weight, mix.own.x
+        weight, rows = mix.first.weight, mix.first.x
         terms = rows.new_empty((mix.number_of_terms, len(index)), dtype=torch.promote_types(rows.dtype, torch.float32))
-        is_plain_head = mix.is_empty and not mix.own.cap  # The slope of tanh needs logits.
+        is_plain_head = mix.is_empty and not mix.first.cap  # The slope of tanh needs logits.
         means = rows.new_empty(rows.shape) if is_plain_head and [i for i in range(11) if needed[i]] == [1] else None
         in_one_chunk = is_plain_head and means is None and any(needed) and len(rows) * len(weight) <= chunks.CHUNK
         all_probabilities = None
         for part in row_chunks(len(index), len(weight) * (1 if mix.is_empty else 2)):
-            z = mix.own.logits(part)
+            z = mix.first.logits(part)
             terms[1, part] = picked(z, index[part], start, size)
             read, tile = read_rows(mix, part, z, keeps=False)
             terms[0, part] = read.lse
             if read.total is not None:
                 terms[2, part] = read.total
-            if read.other_lse is not None:
-                terms[3, part] = read.other_lse
+            if read.second_lse is not None:
+                terms[3, part] = read.second_lse
             if means is not None or in_one_chunk:
                 z = tile.exponentials.mul_(tile.number)
             if means is not None:
@@ -222,25 +235,27 @@ class _LinearClassTerms(torch.autograd.Function):
             return *differentiable(again, grad, operands, needed), *[None] * 4
         mix, grad = Mix.of(operands, ctx.numbers).of_rows(), grad.reshape(len(terms), -1)
         if means is not None:
-            of_x = _through_means(means, mix.own.weight, index, start, terms, grad * mix.own.scale)
+            of_x = _through_means(means, mix.first.weight, index, start, terms, grad * mix.first.scale)
             return None, of_x.view(operands[1].shape), *[None] * 13
         if all_probabilities is not None and not _may_overwrite(grad):
             all_probabilities = all_probabilities.clone()
-        grads, other_lse = RowGrads.of(grad, terms), terms[3] if len(terms) > 3 else None
+        grads, second_lse = RowGrads.of(grad, terms), terms[3] if len(terms) > 3 else None
         of_shares = torch.zeros_like(mix.shares) if needed[10] and mix.shares is not None else None
         is_needed = any(needed[:5]), any(needed[5:10])
 
         def of_tile(block: slice, part: slice) -> list[Tensor | None]:
             if all_probabilities is None:
                 with torch.enable_grad():  # As in forward: an estimate counts what is computed again by itself.
-                    tile = tile_again(mix, part, block, terms[0, part], None if other_lse is None else other_lse[part])
+                    tile = tile_again(
+                        mix, part, block, terms[0, part], None if second_lse is None else second_lse[part]
+                    )
             else:
                 probabilities = all_probabilities[part, block]
                 tile = Tile(part, block, probabilities, None, probabilities, 1.0)
-            own = grads.rows(part)
+            of_part = grads.rows(part)
             if of_shares is not None:
-                add_to_shares(of_shares, mix, tile, own)
-            return gradients(mix, tile, own, index[part], start + block.start, is_needed)
+                add_to_shares(of_shares, mix, tile, of_part)
+            return gradients(mix, tile, of_part, index[part], start + block.start, is_needed)
 
         sums = sums_of_tiles(mix.heads, (needed[:5], needed[5:10])[: len(mix.heads)], of_tile)
         of_heads = [*(y for of_head in sums for y in of_head), *[None] * (5 * (2 - len(sums)))]
@@ -248,45 +263,51 @@ class _LinearClassTerms(torch.autograd.Function):
 
 
 class _LinearLossSum(torch.autograd.Function):
-    """The sum, with gradients of the head that forward computes."""
+    """The sum, with gradients of the heads that forward computes."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *operands, classes, of_sum, of_class, of_total, numbers = args
-        ctx.numbers, ctx.needed = numbers, ctx.needs_input_grad[:5]
-        mix, index, is_needed = Mix.of(operands, numbers).of_rows(), classes.reshape(-1), any(ctx.needed)
-        counts = RowGrads(of_sum.reshape(-1), of_class.reshape(-1), None if of_total is None else of_total.reshape(-1))
-        sums = Sums.of(mix.own, ctx.needed, mix.own.x.dtype)
-        total = mix.own.x.new_zeros((), dtype=torch.promote_types(mix.own.x.dtype, torch.float32))
-        for part in row_chunks(len(index), len(mix.own.weight)):
-            z, count = mix.own.logits(part), counts.rows(part)
-            total += _weighted(picked(z, index[part], 0, len(mix.own.weight)), count.of_class)
-            read, tile = read_rows(mix, part, z, keeps=is_needed)
-            total += _weighted(read.lse, count.of_lse)
-            if read.total is not None and count.of_total is not None:
-                total += _weighted(read.total, count.of_total)
-            if is_needed:
-                sums.add(gradient_of_own(mix, tile, count, index[part], 0), part)
-        of_head = _in_shape(operands[:5], sums.in_order())
-        ctx.save_for_backward(*operands, classes, of_sum, of_class, of_total, *of_head)
+        *operands, classes, of_lse, of_class, of_total, of_second_lse, numbers = args
+        ctx.numbers, ctx.needed = numbers, ctx.needs_input_grad[:10]
+        mix, index = Mix.of(operands, numbers).of_rows(), classes.reshape(-1)
+        needed = (ctx.needed[:5], ctx.needed[5:])[: len(mix.heads)]
+        counted = of_lse, of_class, of_total, of_second_lse
+        counts = RowGrads(*(None if y is None else y.reshape(-1) for y in counted))  # type: ignore[arg-type]
+        sums = [Sums.of(head, of_head, head.x.dtype) for head, of_head in zip(mix.heads, needed, strict=True)]
+        total = mix.first.x.new_zeros((), dtype=torch.promote_types(mix.first.x.dtype, torch.float32))
+        for part in row_chunks(len(index), len(mix.first.weight) * (1 if mix.is_empty else 2)):
+            z, count = mix.first.logits(part), counts.rows(part)
+            of_row_class = picked(z, index[part], 0, len(mix.first.weight))
+            read, tile = read_rows(mix, part, z, keeps=any(ctx.needed))
+            for term, y in zip((read.lse, of_row_class, read.total, read.second_lse), count.in_order, strict=True):
+                if term is not None and y is not None:
+                    total += _weighted(term, y)
+            grads = gradients(
+                mix, tile, replace(count, total=read.total), index[part], 0, [*map(any, needed), False][:2]
+            )
+            for head_sums, g in zip(sums, grads, strict=True):
+                if g is not None:
+                    head_sums.add(g, part)
+        of_heads = [*(y for head_sums in sums for y in head_sums.in_order()), *[None] * (5 * (2 - len(sums)))]
+        ctx.save_for_backward(*operands, classes, *counted, *_in_shape(operands[:10], of_heads))
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        operands, classes, counted, grads = saved[:11], saved[11], saved[12:15], saved[15:]
+        operands, classes, counted, grads = saved[:11], saved[11], saved[12:16], saved[16:]
         if torch.is_grad_enabled():
 
-            def again(*of_head: Tensor | None) -> Tensor:
-                mix = Mix.of((*of_head, *operands[5:]), ctx.numbers)
-                return _sum_of_terms(terms_at_once(mix, classes, 0, mix.own.weight.shape[0]), RowGrads(*counted))
+            def again(*of_heads: Tensor | None) -> Tensor:
+                mix = Mix.of((*of_heads, operands[10]), ctx.numbers)
+                return _sum_of_terms(terms_at_once(mix, classes, 0, mix.first.weight.shape[0]), counted)
 
-            return *differentiable(again, grad, operands[:5], ctx.needed), *[None] * 11
+            return *differentiable(again, grad, operands[:10], ctx.needed), *[None] * 7
         # Where no row counts, the divisor of a mean is 0 and `grad` infinite: no row gets a gradient all the same.
         nothing = torch.stack([(y == 0).all() for y in counted if y is not None]).all()
         # A number would be rounded to 16 bits first, and change all gradients by the same part.
         factor, is_last = grad.masked_fill(nothing, 0).view(1), _may_overwrite(grad)
-        return *(None if y is None else (y if is_last else y.clone()).mul_(factor) for y in grads), *[None] * 11
+        return *(None if y is None else (y if is_last else y.clone()).mul_(factor) for y in grads), *[None] * 7
 
 
 def _may_overwrite(grad: Tensor) -> bool:

@@ -26,53 +26,58 @@ class Mix:
     """A head, perhaps a second one, and the sum over classes of which the terms are made.
 
     Attributes:
-        own_part, other_part: the sum is that of `own_part * logits + other_part * logits of the other head`,
+        first_part, second_part: the sum is that of `first_part * logits + second_part * logits of the second head`,
         shares: times these, [v] or [* v]; times the probabilities of the first head if None.
     """
 
-    own: Head
-    other: Head | None = None
-    own_part: float = 0.0
-    other_part: float = 0.0
+    first: Head
+    second: Head | None = None
+    first_part: float = 0.0
+    second_part: float = 0.0
     shares: Tensor | None = None
 
     @staticmethod
     def of(operands: Sequence[Tensor | None], numbers: Numbers) -> Mix:
         """Returns what `operands` and `numbers` were of."""
-        scale, cap, other_scale, other_cap, own_part, other_part = numbers
-        own, other = _head(operands[:5], scale, cap), _head(operands[5:10], other_scale, other_cap)
-        assert own is not None
-        return Mix(own, other, own_part, other_part, operands[10])
+        scale, cap, second_scale, second_cap, first_part, second_part = numbers
+        first, second = _head(operands[:5], scale, cap), _head(operands[5:10], second_scale, second_cap)
+        assert first is not None
+        return Mix(first, second, first_part, second_part, operands[10])
 
     @property
     def operands(self) -> tuple[Tensor | None, ...]:
-        """The tensors: of the head, of the other head, and the shares."""
-        return *self.own[:5], *([None] * 5 if self.other is None else self.other[:5]), self.shares
+        """The tensors: of both heads, and the shares."""
+        return *self.first[:5], *([None] * 5 if self.second is None else self.second[:5]), self.shares
 
     @property
     def numbers(self) -> Numbers:
         """What a backward keeps beside the tensors."""
-        return *self.own[5:], *((1.0, 0.0) if self.other is None else self.other[5:]), self.own_part, self.other_part
+        return (
+            *self.first[5:],
+            *((1.0, 0.0) if self.second is None else self.second[5:]),
+            self.first_part,
+            self.second_part,
+        )
 
     @property
     def heads(self) -> list[Head]:
         """The heads."""
-        return [self.own] if self.other is None else [self.own, self.other]
+        return [self.first] if self.second is None else [self.first, self.second]
 
     @property
     def is_empty(self) -> bool:
         """True if there is no sum to compute."""
-        return not (self.own_part or self.other_part)
+        return not (self.first_part or self.second_part)
 
     @property
     def reads_logits(self) -> bool:
         """True if the gradient of the first head needs its logits, beside their exponentials."""
-        return not self.is_empty or self.own.cap != 0
+        return not self.is_empty or self.first.cap != 0
 
     @property
     def number_of_terms(self) -> int:
         """2, 3 with a sum, 4 with another head."""
-        return 2 if self.is_empty else 3 if self.other is None else 4
+        return 2 if self.is_empty else 3 if self.second is None else 4
 
     def of_rows(self) -> Mix:
         """Returns it without gradients, and with one dimension of rows."""
@@ -80,7 +85,10 @@ class Mix:
         if shares is not None and shares.dim() > 1:
             shares = shares.reshape(-1, shares.shape[-1]) if shares.numel() else shares.flatten(0, -2)
         return replace(
-            self, own=self.own.of_rows(), other=None if self.other is None else self.other.of_rows(), shares=shares
+            self,
+            first=self.first.of_rows(),
+            second=None if self.second is None else self.second.of_rows(),
+            shares=shares,
         )
 
     def shares_of(self, part: slice, block: slice, dtype: torch.dtype) -> Tensor | None:
@@ -97,18 +105,18 @@ def _head(operands: Sequence[Tensor | None], scale: float, cap: float) -> Head |
 
 def terms_at_once(mix: Mix, classes: Tensor, start: int, size: int) -> Tensor:
     """Returns the terms by operators that can be differentiated again, mapped and compiled."""
-    z, index = mix.own.all_logits(), classes.unsqueeze(-1)
+    z, index = mix.first.all_logits(), classes.unsqueeze(-1)
     _, outside = local_index(index, start, z.shape[-1])
     own_class = gather(z, -1, index, start, size).masked_fill(outside, -torch.inf)
     lse = z.logsumexp(-1)
     terms = [lse, own_class.squeeze(-1)]
     if not mix.is_empty:
-        d, other_lse = z * mix.own_part, []
-        if mix.other is not None:
-            other_logits = mix.other.all_logits()
-            d, other_lse = d + other_logits * mix.other_part, [other_logits.logsumexp(-1)]
+        d, second_lse = z * mix.first_part, []
+        if mix.second is not None:
+            second_logits = mix.second.all_logits()
+            d, second_lse = d + second_logits * mix.second_part, [second_logits.logsumexp(-1)]
         shares = z.softmax(-1) if mix.shares is None else mix.shares.to(z.dtype)
-        terms += [(shares * d).sum(-1), *other_lse]
+        terms += [(shares * d).sum(-1), *second_lse]
     return torch.stack(terms)
 
 
@@ -118,7 +126,7 @@ class Tile:
 
     Attributes:
         z, exponentials: of the first head; `exponentials * number` are probabilities over the classes of this rank.
-        y, other_exponentials: of the other head.
+        y, second_exponentials: of the second head.
     """
 
     part: slice
@@ -127,8 +135,8 @@ class Tile:
     y: Tensor | None
     exponentials: Tensor
     number: Tensor | float
-    other_exponentials: Tensor | None = None
-    other_number: Tensor | float = 1.0
+    second_exponentials: Tensor | None = None
+    second_number: Tensor | float = 1.0
 
 
 @dataclass(frozen=True)
@@ -137,38 +145,38 @@ class RowTerms:
 
     lse: Tensor
     total: Tensor | None
-    other_lse: Tensor | None
+    second_lse: Tensor | None
 
 
 def read_rows(mix: Mix, part: slice, z: Tensor, keeps: bool) -> tuple[RowTerms, Tile]:
     """Returns the terms of some rows. z: their logits; keeps: whether logits stay for `gradients`"""
-    y = None if mix.other is None else mix.other.logits(part)
+    y = None if mix.second is None else mix.second.logits(part)
     shares, total = mix.shares_of(part, WHOLE, z.dtype), None
     is_mean = not mix.is_empty and shares is None
     if shares is not None:
         total = _total(mix, shares, z, y)
-    exponentials, lse, number = exponentiate(z, keeps=is_mean or (keeps and mix.own.cap != 0))
+    exponentials, lse, number = exponentiate(z, keeps=is_mean or (keeps and mix.first.cap != 0))
     if is_mean:
         total = _total(mix, exponentials, z, y) * number[:, 0]
     if y is None:
         return RowTerms(lse, total, None), Tile(part, WHOLE, z, y, exponentials, number)
-    other_exponentials, other_lse, other_number = exponentiate(y, keeps)
-    tile = Tile(part, WHOLE, z, y, exponentials, number, other_exponentials, other_number)
-    return RowTerms(lse, total, other_lse), tile
+    second_exponentials, second_lse, second_number = exponentiate(y, keeps)
+    tile = Tile(part, WHOLE, z, y, exponentials, number, second_exponentials, second_number)
+    return RowTerms(lse, total, second_lse), tile
 
 
 def _total(mix: Mix, shares: Tensor, z: Tensor, y: Tensor | None) -> Tensor:
-    total = mix.own_part * dot(shares, z) if mix.own_part else z.new_zeros(len(z))
-    return total if y is None or not mix.other_part else total.add_(dot(shares, y), alpha=mix.other_part)
+    total = mix.first_part * dot(shares, z) if mix.first_part else z.new_zeros(len(z))
+    return total if y is None or not mix.second_part else total.add_(dot(shares, y), alpha=mix.second_part)
 
 
-def tile_again(mix: Mix, part: slice, block: slice, lse: Tensor, other_lse: Tensor | None) -> Tile:
-    """Returns a tile whose exponentials are probabilities over all classes of this rank. lse, other_lse: [rows]"""
-    z, y = mix.own.logits(part, block), None if mix.other is None else mix.other.logits(part, block)
+def tile_again(mix: Mix, part: slice, block: slice, lse: Tensor, second_lse: Tensor | None) -> Tile:
+    """Returns a tile whose exponentials are probabilities over all classes of this rank. lse, second_lse: [rows]"""
+    z, y = mix.first.logits(part, block), None if mix.second is None else mix.second.logits(part, block)
     exponentials = (z - lse[:, None] if mix.reads_logits else z.sub_(lse[:, None])).exp_()
-    if y is None or other_lse is None:
+    if y is None or second_lse is None:
         return Tile(part, block, z, y, exponentials, 1.0)
-    return Tile(part, block, z, y, exponentials, 1.0, (y - other_lse[:, None]).exp_())
+    return Tile(part, block, z, y, exponentials, 1.0, (y - second_lse[:, None]).exp_())
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,7 @@ class RowGrads:
     of_lse: Tensor
     of_class: Tensor
     of_total: Tensor | None = None
-    of_other_lse: Tensor | None = None
+    of_second_lse: Tensor | None = None
     total: Tensor | None = None
 
     @staticmethod
@@ -191,6 +199,11 @@ class RowGrads:
         """Returns the gradients of terms as they are in `linear_class_terms`. grads, terms: [terms rows]"""
         more = [*grads[2:], *[None] * 2][:2]
         return RowGrads(grads[0], grads[1], more[0], more[1], terms[2] if len(terms) > 2 else None)
+
+    @property
+    def in_order(self) -> tuple[Tensor | None, ...]:
+        """The gradients in the order of the terms."""
+        return self.of_lse, self.of_class, self.of_total, self.of_second_lse
 
     def rows(self, part: slice) -> RowGrads:
         """Returns those of some rows."""
@@ -208,46 +221,46 @@ def gradients(
         start: the first class of the tile.
     """
     # The second head first: it reads the probabilities that the first one overwrites.
-    of_other = [_of_other(mix, tile, grads) if needed[1] else None] if mix.other is not None else []
-    return [gradient_of_own(mix, tile, grads, index, start) if needed[0] else None, *of_other]
+    of_second = [_of_second(mix, tile, grads) if needed[1] else None] if mix.second is not None else []
+    return [gradient_of_first(mix, tile, grads, index, start) if needed[0] else None, *of_second]
 
 
-def gradient_of_own(mix: Mix, tile: Tile, grads: RowGrads, index: Tensor, start: int) -> Tensor:
+def gradient_of_first(mix: Mix, tile: Tile, grads: RowGrads, index: Tensor, start: int) -> Tensor:
     """Returns the gradient of the products of the first head, as `gradients` does."""
-    z, slope = tile.z, slope_of(tile.z, mix.own.cap)
+    z, slope = tile.z, slope_of(tile.z, mix.first.cap)
     of_lse = grads.of_lse[:, None] * tile.number
     if grads.of_total is None or mix.shares is not None:
         g = tile.exponentials.mul_(of_lse)
-        if grads.of_total is not None and mix.own_part:
+        if grads.of_total is not None and mix.first_part:
             shares = mix.shares_of(tile.part, tile.block, z.dtype)
-            g.addcmul_(shares, grads.of_total[:, None] * mix.own_part)  # type: ignore[arg-type]
+            g.addcmul_(shares, grads.of_total[:, None] * mix.first_part)  # type: ignore[arg-type]
     else:
-        # Of `sum(p * d)` by the logits: p * (d - sum(p * d) + own_part), with all that is of rows in two numbers.
+        # Of `sum(p * d)` by the logits: p * (d - sum(p * d) + first_part), with all that is of rows in two numbers.
         of_total = grads.of_total[:, None] * tile.number
-        of_rows = torch.addcmul(of_lse, of_total, mix.own_part - grads.total[:, None])  # type: ignore[index]
-        g = torch.addcmul(of_rows, z, of_total * mix.own_part, out=z)
-        if tile.y is not None and mix.other_part:
-            g.addcmul_(tile.y, of_total * mix.other_part)
+        of_rows = torch.addcmul(of_lse, of_total, mix.first_part - grads.total[:, None])  # type: ignore[index]
+        g = torch.addcmul(of_rows, z, of_total * mix.first_part, out=z)
+        if tile.y is not None and mix.second_part:
+            g.addcmul_(tile.y, of_total * mix.second_part)
         g.mul_(tile.exponentials)
-    return grad_of_product(at_class(g, index, start, grads.of_class), slope, mix.own.scale, mix.own.x.dtype)
+    return grad_of_product(at_class(g, index, start, grads.of_class), slope, mix.first.scale, mix.first.x.dtype)
 
 
-def _of_other(mix: Mix, tile: Tile, grads: RowGrads) -> Tensor:
-    head, g = mix.other, tile.other_exponentials
+def _of_second(mix: Mix, tile: Tile, grads: RowGrads) -> Tensor:
+    head, g = mix.second, tile.second_exponentials
     assert head is not None and g is not None and tile.y is not None
     slope = slope_of(tile.y, head.cap)
-    g = g.zero_() if grads.of_other_lse is None else g.mul_(grads.of_other_lse[:, None] * tile.other_number)
-    if grads.of_total is not None and mix.other_part:
+    g = g.zero_() if grads.of_second_lse is None else g.mul_(grads.of_second_lse[:, None] * tile.second_number)
+    if grads.of_total is not None and mix.second_part:
         shares, number = mix.shares_of(tile.part, tile.block, g.dtype), tile.number if mix.shares is None else 1.0
-        g.addcmul_(tile.exponentials if shares is None else shares, grads.of_total[:, None] * mix.other_part * number)
+        g.addcmul_(tile.exponentials if shares is None else shares, grads.of_total[:, None] * mix.second_part * number)
     return grad_of_product(g, slope, head.scale, head.x.dtype)
 
 
 def add_to_shares(of_shares: Tensor, mix: Mix, tile: Tile, grads: RowGrads) -> None:
     """Adds the gradient of the shares of a tile: what they multiply. of_shares: [v] or [rows v]"""
-    d = tile.z * mix.own_part
+    d = tile.z * mix.first_part
     if tile.y is not None:
-        d.add_(tile.y, alpha=mix.other_part)
+        d.add_(tile.y, alpha=mix.second_part)
     d.mul_(grads.of_total[:, None])  # type: ignore[index]
     if of_shares.dim() == 1:
         of_shares[tile.block] += d.sum(0)

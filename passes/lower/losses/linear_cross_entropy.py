@@ -1,45 +1,38 @@
 """linear_cross_entropy: makes one operator of a head and of what reads its logits, if that needs few numbers of a row.
 
     Before: y = reshape(to(linear(x, w), float32), [-1, 151936]); l = cross_entropy_loss(y, t)
-    After:  e, z = linear_class_terms(w, reshape(x, [-1, 4096]), t, 0, 151936); l = mean(e - z)
+    After:  e, z = linear_class_terms(w, reshape(x, [-1, 4096]), t, 0, 151936); l = sum(e - z) / 8192
 
 Such readers are class losses, log-probabilities of given classes, logarithms of sums of exponentials, entropies,
 divergences between two heads, and the greatest class. The operator computes logits in chunks of rows, in forward and
-again in backward. Views of rows move to the input of the head; casts, a bias, numbers that multiply logits, and a bound
-by tanh become arguments.
+again in backward; `row_sums.py` says where once is enough. Views of rows move to the input of the head; casts, a bias,
+numbers that multiply logits, and a bound by tanh become arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from autotp.ops.losses.linear_cross_entropy import linear_loss_sum
 from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
 from autotp.passes.lower.losses.logit_rules import one_precision, read
 from autotp.passes.lower.losses.logit_values import (
     Affine,
     Exp,
     Logits,
+    Lse,
     RowReader,
     Shares,
     Value,
     WeightedValue,
 )
-from autotp.passes.lower.losses.row_terms import Terms, without_defaults, write_reader
+from autotp.passes.lower.losses.row_sums import sum_rows
+from autotp.passes.lower.losses.row_terms import Terms, write_reader
 from autotp.passes.lower.losses.term_requests import Mean, TermRequest, has_shares, labels_of, requests_of
-from autotp.passes.lower.losses.vocab_parallel_loss import (
-    MEAN,
-    NONE,
-    SUM,
-    counted_rows,
-    mean_of_sum,
-    own_weight,
-    reduced_loss,
-)
+from autotp.passes.lower.losses.vocab_parallel_loss import MEAN, NONE, mean_of_sum, reduced_loss
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, visit
 from autotp.rules.call import arguments_of, outputs_of
@@ -74,17 +67,26 @@ class Heads:
         """The heads that have readers."""
         return linears_within(*(reader.value for reader in self.readers.values()))
 
+    def behind(self, node: fx.Node) -> set[fx.Node]:
+        """Returns the heads of the values that an operator reads."""
+        return linears_within(*(self.values[n] for n in node.all_input_nodes if n in self.values))
+
     def leaf_of(self, node: fx.Node) -> Leaf:
         """Returns the cut of the classes of a value or a reader."""
         value = self.values[node] if node in self.values else self.readers[node].value
         return self.leaves[next(logits_within(value)).linear]
 
 
-def linear_cross_entropy(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph, Axes, Decision]:
-    """Returns the graph with heads and readers of their logits in one operator, and its axes and cuts."""
-    heads = heads_of(graph, axes, decision)
+def linear_cross_entropy(
+    graph: fx.Graph, axes: Axes, decision: Decision
+) -> tuple[fx.Graph, Axes, Decision, dict[fx.Node, fx.Node]]:
+    """Returns the graph with heads and readers of their logits in one operator, and its axes and cuts.
+
+    Beside them the other heads, as of `heads_of`.
+    """
+    heads, refused = heads_of(graph, axes, decision)
     if not heads.readers:
-        return graph, axes, decision
+        return graph, axes, decision, refused
     builder, new_axes, new_decision = Builder(fake_mode_of(graph)), Axes(), Decision(chosen=decision.chosen)
 
     def carry_over(node: fx.Node) -> None:
@@ -98,7 +100,7 @@ def linear_cross_entropy(graph: fx.Graph, axes: Axes, decision: Decision) -> tup
         if node in heads.values:
             # What has the rows of the logits stands for them.
             logits = list(logits_within(heads.values[node]))
-            rows = [terms.input_of(linear, own.views) for own in logits for linear in own.linears]
+            rows = [terms.input_of(linear, each.views) for each in logits for linear in each.linears]
             builder.env[node] = rows[0]
         elif node in heads.readers:
             builder.env[node] = _read(terms, node, heads)
@@ -111,21 +113,32 @@ def linear_cross_entropy(graph: fx.Graph, axes: Axes, decision: Decision) -> tup
             bound = new_axes.bound.get(made)
             if leaf is not None and bound is not None and bound.cuttable(leaf) is not None:
                 new_decision.cuts[made] = leaf
-    return builder.graph, new_axes, new_decision
+    return *sum_rows(builder.graph, new_axes, new_decision), refused
 
 
 # ---- the heads
 
 
-def heads_of(graph: fx.Graph, axes: Axes, decision: Decision) -> Heads:
-    """Returns the heads whose readers need few numbers of each row."""
+def heads_of(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[Heads, dict[fx.Node, fx.Node]]:
+    """Returns the heads whose readers need few numbers of each row; and others with a softmax or with such a reader.
+
+    Of the others the first operator that needs all logits; the head itself where it is cut along its input.
+    """
     leaves = {node: leaf for node in graph.nodes if _is_head(node) for leaf in _leaf_of(node, axes, decision)}
+    whole = dict[fx.Node, fx.Node]()
     while True:
         heads = Heads(leaves, {}, {}, {})
-        refused = _walk(graph, heads, decision) or leaves.keys() - heads.read
+        refusing = next(_refusing(graph, heads, decision), None)
+        refused = heads.behind(refusing) if refusing is not None else leaves.keys() - heads.read
         if not refused:
-            return heads
+            break
         leaves = {head: leaf for head, leaf in leaves.items() if head not in refused}
+    cuts = {node: next(_leaf_of(node, axes, decision), None) for node in graph.nodes if _is_head(node)}
+    every = Heads(cuts, {}, {}, {})
+    for refusing in _refusing(graph, every, decision):
+        whole = dict.fromkeys(every.behind(refusing), refusing) | whole
+    probable = every.read | linears_within(*(value for value in every.values.values() if is_softmax(value)))
+    return heads, {head: whole.get(head, head) for head in cuts if head in probable - heads.leaves.keys()}
 
 
 def _is_head(node: fx.Node) -> bool:
@@ -144,18 +157,17 @@ def _leaf_of(linear: fx.Node, axes: Axes, decision: Decision) -> Iterator[Leaf]:
         yield leaf
 
 
-def _walk(graph: fx.Graph, heads: Heads, decision: Decision) -> set[fx.Node]:
-    """Adds values and readers in the order of the graph; returns the heads of the first other operator."""
+def _refusing(graph: fx.Graph, heads: Heads, decision: Decision) -> Iterator[fx.Node]:
+    """Adds values and readers in the order of the graph; yields each operator that needs their elements."""
     for node in graph.nodes:
         if node in heads.leaves:
             heads.values[node] = Affine(((Logits(node), 1.0),))
             continue
-        operands = [heads.values[n] for n in node.all_input_nodes if n in heads.values]
+        operands = [n for n in node.all_input_nodes if n in heads.values]
         if not operands or (node.target is aten.sym_size.int and _is_of_rows(node, heads.values)):
             continue
         if not _add(node, heads, decision):
-            return linears_within(*operands)
-    return set()
+            yield node
 
 
 def _is_of_rows(size: fx.Node, values: dict[fx.Node, Value]) -> bool:
@@ -187,6 +199,11 @@ def _add(node: fx.Node, heads: Heads, decision: Decision) -> bool:
     return True
 
 
+def is_softmax(value: Value) -> bool:
+    """True for values made of exponentials of logits."""
+    return not isinstance(value, Affine) or any(isinstance(row, Lse) for row, _ in value.rows)
+
+
 def linears_within(*values: Value) -> set[fx.Node]:
     """Returns the products of heads of which values are made."""
     return {linear for value in values for logits in logits_within(value) for linear in logits.linears}
@@ -210,29 +227,15 @@ def logits_within(value: Value) -> Iterator[Logits]:
 
 def _read(terms: Terms, node: fx.Node, heads: Heads) -> fx.Node:
     reader = heads.readers[node]
-    if reader.name != "loss":
-        return write_reader(terms, node, reader)
-    logits = reader.value.softmax_of  # type: ignore[union-attr]
-    assert logits is not None
-    live = replace(logits, detached=False)
-    sharing = [
-        other
-        for other, requests in heads.requests.items()
-        if live in {replace(r.logits, detached=False) for r in requests}
-    ]
-    may_sum = sharing == [node] and heads.leaves[logits.linear] is None
-    return _loss(terms, node, logits, may_sum)
+    return _loss(terms, node, reader.value.softmax_of) if reader.name == "loss" else write_reader(terms, node, reader)  # type: ignore[union-attr, arg-type]
 
 
-def _loss(terms: Terms, node: fx.Node, logits: Logits, may_sum: bool) -> fx.Node:
-    """Writes a class loss of the logits of a head. node: the loss in the old graph; may_sum: rows may be added up"""
+def _loss(terms: Terms, node: fx.Node, logits: Logits) -> fx.Node:
+    """Writes a class loss of the logits of a head. node: the loss in the old graph"""
     builder, call, args = terms.builder, terms.call, terms.builder.map(arguments_of(node))
     classes_read = labels_of(node)
     smoothing = args.get("label_smoothing") or 0.0
     dtype = terms.builder.env[logits.linear.args[1]].meta["val"].dtype  # type: ignore[index]
-    # In float16 gradients that are not divided yet may be too large.
-    if may_sum and args["reduction"] in (MEAN, SUM) and dtype != torch.float16:
-        return builder.cast(_summed(terms, node, logits), node.meta["val"].dtype)
     lse, every = terms.lse(logits), None
     if has_shares(node):
         mean = Mean(-1.0, shares=Shares(node))
@@ -250,29 +253,3 @@ def _loss(terms: Terms, node: fx.Node, logits: Logits, may_sum: bool) -> fx.Node
         loss = call(aten.sub.Tensor, lse, terms.picked(logits, classes_read))
         total_loss = reduced_loss(builder, {**args, "label_smoothing": smoothing}, loss, every, ignored, classes)
     return builder.cast(total_loss, node.meta["val"].dtype)
-
-
-def _summed(terms: Terms, node: fx.Node, logits: Logits) -> fx.Node:
-    """Writes a sum or a mean over rows of which this rank has all classes."""
-    builder, call, args = terms.builder, terms.call, terms.builder.map(arguments_of(node))
-    weight, x, bias, *low = terms.operands(logits)
-    assert weight is not None and x is not None
-    dtype, labels, shares, of_shares = dtype_of_sums(weight.meta["val"].dtype), labels_of(node), None, None
-    if has_shares(node):
-        shares, all_shares = terms.shares(Shares(node), logits), terms.sum_of_shares(Shares(node), logits)
-    if labels is None:
-        classes, of_sum, of_shares = terms.any_class(x), all_shares, call(aten.ones_like.default, all_shares)
-        of_class = call(aten.zeros_like.default, all_shares)
-    else:
-        classes, ignored = terms.labels(labels)
-        assert ignored is not None
-        of_sum = of_class = counted_rows(builder, ignored, own_weight(builder, args["weight"], classes), dtype)
-        if shares is not None:
-            of_class = terms.times(of_class, 1 - args["label_smoothing"])
-            of_shares = counted_rows(builder, ignored, None, dtype)
-            of_sum = call(aten.add.Tensor, of_class, call(aten.mul.Tensor, of_shares, all_shares))
-    more = without_defaults(linear_loss_sum, [logits.scale, logits.cap, bias, shares, *low, of_shares])
-    loss = call(linear_loss_sum, weight, x, classes, of_sum, of_class, *more)
-    if args["reduction"] != MEAN:
-        return loss
-    return mean_of_sum(builder, loss, args, dtype)

@@ -53,7 +53,7 @@ class Terms:
                 self.requests[live].append(replace(request, logits=live))
         self.inputs: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
         self.made: dict[Logits, list[tuple[TermRequest, fx.Node]]] = {}
-        self.of_others: dict[Logits, fx.Node] = {}
+        self.of_second_heads: dict[Logits, fx.Node] = {}
         self.shares_made: dict[tuple[Shares, fx.Node], fx.Node] = {}
         self.classes: dict[Classes, tuple[fx.Node, fx.Node | None]] = {}
 
@@ -78,10 +78,10 @@ class Terms:
             each[0] if len(each) == 1 else self.call(aten.cat.default, list(each), -1)
             for each in zip(*added, strict=True)
         ]
-        own = [weight, x, bias, *(low or (None, None))]
+        operands = [weight, x, bias, *(low or (None, None))]
         if logits.detached:
-            own = [None if operand is None else self.call(aten.detach.default, operand) for operand in own]
-        return own
+            operands = [None if x is None else self.call(aten.detach.default, x) for x in operands]
+        return operands
 
     def _product(self, linear: fx.Node, logits: Logits, number: float) -> tuple[fx.Node, fx.Node]:
         """Returns the weight and the input of a product, times a number."""
@@ -164,11 +164,11 @@ class Terms:
 
     def _term(self, request: TermRequest, place: int) -> fx.Node:
         live = replace(request.logits, detached=False)
-        has_other = request.mean is not None and request.mean.other is not None
-        if request.logits != live and live in self.requests and not has_other:
+        has_second = request.mean is not None and request.mean.second is not None
+        if request.logits != live and live in self.requests and not has_second:
             return self.call(aten.detach.default, self._term(replace(request, logits=live), place))
-        if request == TermRequest(request.logits) and request.logits in self.of_others:
-            return self.call(aten.select.int, self.of_others[request.logits], 0, 3)
+        if request == TermRequest(request.logits) and request.logits in self.of_second_heads:
+            return self.call(aten.select.int, self.of_second_heads[request.logits], 0, 3)
         return self.call(aten.select.int, self.terms(request), 0, place)
 
     def terms(self, request: TermRequest) -> fx.Node:
@@ -182,17 +182,19 @@ class Terms:
         mean = request.mean or next((r.mean for r in requests if r.mean and self._has(r.mean)), None)
         whole, terms = TermRequest(request.logits, classes, mean), self._new_terms(request.logits, classes, mean)
         made.append((whole, terms))
-        if mean is not None and mean.other is not None and mean.other not in self.made:
-            self.of_others.setdefault(mean.other, terms)
+        if mean is not None and mean.second is not None and mean.second not in self.made:
+            self.of_second_heads.setdefault(mean.second, terms)
         return terms
 
     def _has(self, known: Classes | Mean) -> bool:
-        """True if the new graph has what these classes, or the other head of a mean, are made of."""
+        """True if the new graph has what these classes, or the second head of a mean, are made of."""
         if isinstance(known, Classes):
             return self._copy_labels(known.index)
-        node, other = None if known.shares is None else known.shares.node, known.other
+        node, second = None if known.shares is None else known.shares.node, known.second
         has_shares = node is None or all(n in self.builder.env for n in self._operands_of(node))
-        return has_shares and (other is None or all((linear, other.views) in self.inputs for linear in other.linears))
+        return has_shares and (
+            second is None or all((linear, second.views) in self.inputs for linear in second.linears)
+        )
 
     def _operands_of(self, node: fx.Node) -> list[fx.Node]:
         """Returns what shares are made of, but logits."""
@@ -223,11 +225,11 @@ class Terms:
         labels = self.labels(classes)[0] if classes is not None else self.any_class(x)  # type: ignore[arg-type]
         size = weight.meta["val"].shape[0]  # type: ignore[union-attr]
         mean = mean or Mean(0.0)
-        others = [None] * 5 if mean.other is None else self.operands(mean.other)
-        scales = (1.0, 0.0) if mean.other is None else (mean.other.scale, mean.other.cap)
+        second = [None] * 5 if mean.second is None else self.operands(mean.second)
+        scales = (1.0, 0.0) if mean.second is None else (mean.second.scale, mean.second.cap)
         shares = None if mean.shares is None else self.shares(mean.shares, logits)
-        parts = mean.own_part, mean.other_part, *others[:2], *scales, others[2]
-        more = [logits.scale, logits.cap, bias, *parts, shares, *low, *others[3:]]
+        parts = mean.first_part, mean.second_part, *second[:2], *scales, second[2]
+        more = [logits.scale, logits.cap, bias, *parts, shares, *low, *second[3:]]
         return self.call(linear_class_terms, weight, x, labels, 0, size, *without_defaults(linear_class_terms, more))
 
     def any_class(self, x: fx.Node) -> fx.Node:
@@ -304,16 +306,16 @@ def _sum(terms: Terms, reader: RowReader) -> fx.Node:
         case Exp():
             total, classes = _probability(terms, value), value.of.parts[0][0].linear.meta["val"].shape[-1]
         case WeightedValue(Shares() as shares):
-            own = value.of.parts[0][0]
-            classes = own.linear.meta["val"].shape[-1]
-            total = terms.mean(own, mean_of(own, value.of, shares))  # type: ignore[arg-type]
+            first = value.of.parts[0][0]
+            classes = first.linear.meta["val"].shape[-1]
+            total = terms.mean(first, mean_of(first, value.of, shares))  # type: ignore[arg-type]
             if (rows := terms.of_rows(value.of)) is not None:
-                total = terms.plus(total, call(aten.mul.Tensor, rows, terms.sum_of_shares(shares, own)))
+                total = terms.plus(total, call(aten.mul.Tensor, rows, terms.sum_of_shares(shares, first)))
         case WeightedValue(Exp(exponent)):
-            own, classes = Logits.times(*exponent.parts[0]), exponent.parts[0][0].linear.meta["val"].shape[-1]
-            mean = mean_of(own, value.of)
+            first, classes = Logits.times(*exponent.parts[0]), exponent.parts[0][0].linear.meta["val"].shape[-1]
+            mean = mean_of(first, value.of)
             assert mean is not None
-            sums = terms.plus(terms.mean(own, mean), terms.of_rows(value.of))
+            sums = terms.plus(terms.mean(first, mean), terms.of_rows(value.of))
             probability = _probability(terms, value.probabilities)  # type: ignore[arg-type]
             total = sums if probability is None else call(aten.mul.Tensor, sums, probability)
     if total is None:

@@ -21,11 +21,11 @@ class Classes:
 
 @dataclass(frozen=True)
 class Mean:
-    """The sum over classes of probabilities, or of shares, times `own_part * logits + other_part * other`."""
+    """The sum over classes of probabilities, or of shares, times `first_part * logits + second_part * second`."""
 
-    own_part: float
-    other: Logits | None = None
-    other_part: float = 0.0
+    first_part: float
+    second: Logits | None = None
+    second_part: float = 0.0
     shares: Shares | None = None
 
 
@@ -55,18 +55,18 @@ def requests_of(node: fx.Node, reader: RowReader) -> list[TermRequest] | None:
     if isinstance(value, Affine):
         return [*(TermRequest(logits, mean=ALL) for logits, _ in value.parts), *_of_rows(value)]
     if isinstance(value, WeightedValue) and isinstance(value.probabilities, Shares):
-        own = value.of.parts[0][0]
-        mean = mean_of(own, value.of, value.probabilities)
-        return None if mean is None else [TermRequest(own, mean=mean), *_of_rows(value.of)]
+        first = value.of.parts[0][0]
+        mean = mean_of(first, value.of, value.probabilities)
+        return None if mean is None else [TermRequest(first, mean=mean), *_of_rows(value.of)]
     exponent = value.of if isinstance(value, Exp) else value.probabilities.of  # type: ignore[union-attr]
     if len(exponent.parts) != 1:
         return None
-    own = Logits.times(*exponent.parts[0])
+    first = Logits.times(*exponent.parts[0])
     more = _of_rows(exponent)
     if isinstance(value, Exp):
-        return [TermRequest(own), *more]
-    mean = mean_of(own, value.of)
-    return None if mean is None else [TermRequest(own, mean=mean), *more, *_of_rows(value.of)]
+        return [TermRequest(first), *more]
+    mean = mean_of(first, value.of)
+    return None if mean is None else [TermRequest(first, mean=mean), *more, *_of_rows(value.of)]
 
 
 ALL = Mean(1.0, shares=Shares(None))
@@ -92,14 +92,14 @@ def labels_of(node: fx.Node) -> Classes | None:
     return Classes(args["index"], None) if "index" in args else Classes(args["target"], args["ignore_index"])
 
 
-def mean_of(own: Logits, value: Affine, shares: Shares | None = None) -> Mean | None:
+def mean_of(first: Logits, value: Affine, shares: Shares | None = None) -> Mean | None:
     """Returns the mean of a value with probabilities of logits, or with shares; None for more than two heads."""
-    others = [(logits, number) for logits, number in value.parts if logits != own]
-    own_part = sum(number for logits, number in value.parts if logits == own)
-    if len(others) > 1:
+    seconds = [(logits, number) for logits, number in value.parts if logits != first]
+    first_part = sum(number for logits, number in value.parts if logits == first)
+    if len(seconds) > 1:
         return None
-    other, other_part = others[0] if others else (None, 0.0)
-    return Mean(own_part, other, other_part, shares) if own_part or others else None
+    second, second_part = seconds[0] if seconds else (None, 0.0)
+    return Mean(first_part, second, second_part, shares) if first_part or seconds else None
 
 
 def _of_rows(value: Any) -> list[TermRequest]:

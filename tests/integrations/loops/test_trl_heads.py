@@ -77,7 +77,10 @@ def trained(
 
 
 def trained_in_chunks(rank: int, n: int, folder: Path, kind: str) -> list[dict[str, float]]:
-    with small(), patch.object(linear_cross_entropy, "read_rows", wraps=linear_cross_entropy.read_rows) as readers:
+    with (
+        small(),
+        patch.object(linear_cross_entropy, "write_reader", wraps=linear_cross_entropy.write_reader) as readers,
+    ):
         log = trained(rank, n, folder, kind, bf16=True)
     assert {call.args[2].name for call in readers.call_args_list} >= ({"sum", "argmax"} if kind == "sft" else set())
     return log

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from graphs import small
 from hugging_face import LLAMA, expect_close, on_cpu, texts, words
 from ranks import run_ranks
 
 import autotp
+from autotp.passes.lower.losses import linear_cross_entropy
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
@@ -33,6 +36,7 @@ class Case:
         given: further settings.
         more: makes further arguments of the trainer, on `n` ranks.
         cp: the ranks that cut a sequence.
+        in_chunks: whether the vocabulary counts as a large one, so that ranks compute logits in chunks of rows.
     """
 
     def __init__(
@@ -43,9 +47,10 @@ class Case:
         given: dict[str, Any] | None = None,
         more: Callable[[int], dict[str, Any]] = lambda n: {},
         cp: int = 1,
+        in_chunks: bool = False,
     ) -> None:
         self.kind, self.rows, self.adapters, self.given, self.more = kind, rows, adapters, given or {}, more
-        self.cp = cp
+        self.cp, self.in_chunks = cp, in_chunks
 
     def write_rows(self, folder: Path) -> None:
         """Writes the rows to files, which all processes share."""
@@ -146,6 +151,13 @@ CASES = {
         "GRPO", "prompt", "before", GENERATED | {"beta": 0.1},
         lambda n: {"reward_funcs": other_model(n, scores=True).float(), "reward_processing_classes": words()},
     ),
+    "kto-chunks": Case(
+        "KTO", "label", given={"max_steps": 10}, more=lambda n: {"ref_model": other_model(n)}, in_chunks=True
+    ),
+    "grpo-chunks": Case(
+        "GRPO", "prompt", given=GENERATED | {"max_steps": 10}, more=lambda n: {"reward_funcs": many_words},
+        in_chunks=True,
+    ),
     "rloo-given": Case("RLOO", "prompt", "given", GENERATED, lambda n: {"reward_funcs": many_words}),
 }  # fmt: skip
 GROUPS = (
@@ -153,12 +165,22 @@ GROUPS = (
     ("sft-packed", "sft-packed-cp", "sft-padding-free", "sft-padding-free-cp"),
     ("dpo-given", "sft-before"), ("dpo-computed-before", "dpo-synced"),
     ("reward", "reward-given", "reward-before"), ("kto", "kto-given", "kto-before"),
-    ("grpo", "grpo-given"), ("grpo-before", "rloo-given"),
+    ("grpo", "grpo-given"), ("grpo-before", "rloo-given"), ("kto-chunks",), ("grpo-chunks",),
 )  # fmt: skip
 
 
 def trained(rank: int, n: int, folder: Path, names: Sequence[str]) -> dict[str, Trained]:
-    return {name: CASES[name].run(n, folder / name) for name in names}
+    return {name: run_in_chunks(CASES[name], n, folder / name) for name in names}
+
+
+def run_in_chunks(case: Case, n: int, folder: Path) -> Trained:
+    """Returns what a case does; if it is one of chunks, on ranks that read logits in chunks."""
+    if n == 1 or not case.in_chunks:
+        return case.run(n, folder)
+    with small(), patch.object(linear_cross_entropy, "write_reader", wraps=linear_cross_entropy.write_reader) as writer:
+        result = case.run(n, folder)
+    assert "pick" in {call.args[2].name for call in writer.call_args_list}
+    return result
 
 
 @pytest.mark.timeout(300)
@@ -176,7 +198,7 @@ def test_trl_trainers_of_each_kind_are_one_devices(names: Sequence[str], tmp_pat
     found = run_ranks(trained, 2, tmp_path / "two", names, timeout=250, fresh=True)
     for name in names:
         log, adapters = expected[name]
-        assert len(log) == 4 and log[0].keys() >= {"loss", "grad_norm"}
+        assert len(log) == CASES[name].given.get("max_steps", 3) + 1 and log[0].keys() >= {"loss", "grad_norm"}
         assert bool(adapters) == (CASES[name].adapters != "none")
         for each in found:
             expect_close(each[name][0], log)

@@ -98,7 +98,7 @@ def test_sum_gives_weighted_rows_and_their_gradients(scale: float, cap: float, b
         picked = z.gather(-1, classes[..., None])[..., 0]
         return (of_sum * z.logsumexp(-1) - of_class * picked).sum()
 
-    ours = [*tensors[:2], classes, of_sum, of_class, scale, cap, *tensors[2:]]
+    ours = [*tensors[:2], classes, of_sum, -of_class, None, None, scale, cap, *tensors[2:]]
     expect_same(lambda: linear_loss_sum(*ours), expected, tensors)  # type: ignore[arg-type]
 
 
@@ -122,8 +122,9 @@ def test_sum_with_shares_of_classes_and_an_added_product(
         learning += [of_sum.requires_grad_(), shares.requires_grad_()]
 
     def ours() -> Tensor:
-        more = [scale, cap, own_bias[0] if bias else None, shares, low_weight, low_x, of_shares]
-        return linear_loss_sum(weight, x, classes, of_sum, of_class, *more)  # type: ignore[arg-type]
+        more = {"bias": own_bias[0] if bias else None, "shares": shares, "low_weight": low_weight, "low_x": low_x}
+        numbers = of_sum, -of_class, of_shares, None, scale, cap
+        return linear_loss_sum(weight, x, classes, *numbers, first_part=-1.0, **more)  # type: ignore[arg-type]
 
     def expected() -> Tensor:
         z = (F.linear(x, weight, *own_bias) + F.linear(low_x, low_weight)) * scale
@@ -141,8 +142,10 @@ def test_sum_with_shares_has_second_derivatives(shape: tuple[int, ...]) -> None:
     low = [torch.randn(*n, 2, dtype=torch.float64, requires_grad=True) for n in ((CLASSES,), ROWS)]
 
     def total(*tensors: Tensor) -> Tensor:
-        more = 0.5, 2.0, None, shares, *tensors[2:], counted
-        return linear_loss_sum(*tensors[:2], classes, counted, counted, *more)
+        more = {"shares": shares, "low_weight": tensors[2], "low_x": tensors[3]}
+        return linear_loss_sum(
+            *tensors[:2], classes, counted, -counted, counted, None, 0.5, 2.0, first_part=-1.0, **more
+        )
 
     assert torch.autograd.gradgradcheck(total, (weight, x, *low))
     once, again = (
@@ -158,7 +161,7 @@ def test_rows_that_do_not_count_may_have_any_number() -> None:
     counted[1, 2:] = 0
     with torch.no_grad():
         tensors[1][1, 2:] = torch.inf
-    total = linear_loss_sum(*tensors, classes, counted, counted)
+    total = linear_loss_sum(*tensors, classes, counted, -counted)
     rows = logits(tensors, 1, 0).movedim(-1, 1)
     torch.testing.assert_close(total, F.cross_entropy(rows, classes.masked_fill(counted == 0, -100), reduction="sum"))
 
@@ -173,7 +176,7 @@ def test_both_have_second_derivatives_and_per_sample_gradients() -> None:
         return linear_class_terms(w, y, of_rows, 0, CLASSES)
 
     def total(w: Tensor, y: Tensor) -> Tensor:
-        return linear_loss_sum(w, y, of_rows, counted, counted)
+        return linear_loss_sum(w, y, of_rows, counted, -counted)
 
     for function in (terms, total):
         assert torch.autograd.gradgradcheck(function, (weight, rows))
@@ -187,7 +190,7 @@ def test_half_precision_has_sums_in_float32() -> None:
     tensors, classes = operands(bias=False, dtype=torch.bfloat16)
     z = F.linear(tensors[1], tensors[0]).float()
     expected = F.cross_entropy(z.movedim(-1, 1), classes)
-    ours = linear_loss_sum(*tensors, classes, torch.ones(ROWS), torch.ones(ROWS)) / classes.numel()
+    ours = linear_loss_sum(*tensors, classes, torch.ones(ROWS), -torch.ones(ROWS)) / classes.numel()
     terms = linear_class_terms(*tensors, classes, 0, CLASSES)
     mean = (terms[0] - terms[1]).mean()
     for value in (ours, mean):
@@ -205,11 +208,14 @@ def test_rules_hold(tp: int, bias: bool) -> None:
     counted = torch.rand(ROWS, dtype=torch.float64)
     given = more[0] if bias else None
     assert prove_rule(linear_class_terms, (weight, x, classes, 0, CLASSES, 1.0, 0.0, given), {}, tp) == []
-    assert prove_rule(linear_loss_sum, (weight, x, classes, counted, counted, 1.0, 0.0, given), {}, tp) == []
+    assert (
+        prove_rule(linear_loss_sum, (weight, x, classes, counted, counted, None, None, 1.0, 0.0, given), {}, tp) == []
+    )
     low = torch.rand(CLASSES, 2).double(), torch.rand(*ROWS, 2).double()
     for shares in (torch.rand(CLASSES).double(), torch.rand(*ROWS, CLASSES).double()):
-        more = 1.0, 0.0, given, shares, *low, counted
-        assert prove_rule(linear_loss_sum, (weight, x, classes, counted, counted, *more), {}, tp) == []
+        more = {"first_part": -1.0, "shares": shares, "low_weight": low[0], "low_x": low[1]}
+        of_rows = counted, counted, counted, None, 1.0, 0.0, given
+        assert prove_rule(linear_loss_sum, (weight, x, classes, *of_rows), more, tp) == []
 
 
 def test_a_class_out_of_range_is_refused() -> None:
@@ -236,7 +242,7 @@ def errors_in_bfloat16(form: str, rows: int, factor: float, monkeypatch: pytest.
                 z = F.linear(y, w)
                 return F.cross_entropy(z if z.dtype == torch.float64 else z.float(), classes, reduction="sum")
             case "sum":
-                return linear_loss_sum(w, y, classes, counted, counted)
+                return linear_loss_sum(w, y, classes, counted, -counted)
             case _:
                 w = w.detach() if form == "frozen" else w
                 parts = [linear_class_terms(w[a : a + 32], y, classes, a, 64) for a in (0, 32)]
