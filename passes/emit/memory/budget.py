@@ -285,7 +285,8 @@ def too_small(allowance: Allowance, needed: int, device: Hardware, ranks: int, r
         return Error(
             f"memory={allowance.memory!r}: a microbatch keeps at least {needed}% of what it keeps without a budget",
             fix=f'memory="{needed}%"',
-            alternative=f"{shorter}, more ranks, or {search}",
+            # The part that has to stay differs from one size of inputs to another.
+            alternative=f"a number of bytes, which is for inputs of all sizes; {shorter}, more ranks, or {search}",
         )
     # Where what stays from step to step is too much already, shorter sequences would not help.
     remedy = fewer if allowance.fixed > limit * allowance.share else shorter
