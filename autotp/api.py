@@ -77,8 +77,8 @@ def parallelize(
             over gloo, which has no reduce-scatter).
         recompute: "full" keeps only the inputs of each numbered block for backward, and computes the block again there;
             "selective" computes the scores of attention again, where attention is not fused; "none" keeps everything.
-        memory: the bytes that this rank may use: a number, "24GB" or "20GiB"; "auto": nine tenths of the device's
-            memory; or "50%" of what a call keeps for backward. Parameters, gradients and the states of AdamW in the
+        memory: the bytes that this rank may use ("20GiB", "24GB", a number), "auto" for what the device has for
+            tensors, or "50%" of what a call keeps for backward. Parameters, gradients and the states of AdamW in the
             parameters' dtype are subtracted. For every value that backward needs, the budget then decides: it stays, it
             is computed again, it goes to the host, or it stays in fewer bytes where that is exact. It chooses what
             takes the least time, for the sizes of each call; `model.plan` shows it. In place of `recompute`.

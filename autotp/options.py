@@ -273,7 +273,7 @@ def memory_limit(memory: int | str) -> float:
     limit = float(match[1]) * _UNITS[match[2]] if match else float(memory) if type(memory) is int else 0.0
     percent = match is not None and match[2] == "%"
     if not (0 < limit <= 1 if percent else limit > 1):
-        raise Error(f"memory={memory!r} is no number of bytes", expected='"24GB", "20GiB", "50%", "auto", or an int')
+        raise Error(f"memory={memory!r} is no number of bytes", expected='"20GiB", "24GB", "50%", "auto", or an int')
     return limit
 
 

@@ -38,7 +38,7 @@ TAKE_OPTIONS = [
         ),
         (
             {"memory": "lots"},
-            'memory=\'lots\' is no number of bytes\n  expected "24GB", "20GiB", "50%", "auto", or an int',
+            'memory=\'lots\' is no number of bytes\n  expected "20GiB", "24GB", "50%", "auto", or an int',
         ),
         (
             {"memory": "50%", "recompute": "full"},

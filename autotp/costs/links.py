@@ -36,6 +36,22 @@ class RankGroup:
         return self.per_node(device) < self.size
 
 
+CHANNELS = 24
+"""The units that NCCL takes for a collective: its channels in a DGX A100, as it logs them."""
+CHANNEL_BANDWIDTH = 300e9 / CHANNELS
+"""Bytes/s of a channel: in a DGX A100 that many channels fill links of 300 GB/s."""
+
+
+def channels(group: RankGroup, device: Hardware) -> int:
+    """Returns the units that a collective of this group takes: as many channels as its slowest link needs.
+
+    A group with one rank in each node has one adapter for each, and few channels.
+    """
+    ranks_per_node = group.per_node(device)
+    bandwidth = min(device.node_bandwidth, device.net_bandwidth * ranks_per_node) if group.crosses(device) else math.inf
+    return max(1, min(CHANNELS, math.ceil(min(bandwidth, device.node_bandwidth) / CHANNEL_BANDWIDTH)))
+
+
 RINGS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 """How often a ring goes around for a collective. An all-to-all is no ring, and sends as much to each other rank."""
 

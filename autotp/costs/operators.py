@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
+from autotp.rules.registry import is_grouped
 from autotp.rules.row import Trait
 from autotp.rules.traits import functional_of, has
 
@@ -113,7 +114,7 @@ def is_free(func: OpOverload) -> bool:
 def kind_of(func: OpOverload) -> Kind:
     """Returns what an operator does, for its price."""
     name = func.overloadpacket.__name__
-    if counter_of(func) or func is aten._grouped_mm.default:
+    if counter_of(func) or is_grouped(func):
         return "attention" if "attention" in name else "product"
     if name.endswith("softmax"):
         return "softmax"
@@ -128,7 +129,7 @@ def _functional(func: OpOverload) -> OpOverload:
 def work_of(func: OpOverload, args: Any, kwargs: Any, results: Any) -> tuple[tuple[int, int, int, int], float, float]:
     """Returns shape and FLOPs of a product, and how much of these is computed; (0, 0, 0, 0), 0 and 1 for others."""
     kind, counter = kind_of(func), counter_of(func)
-    if func is aten._grouped_mm.default:
+    if is_grouped(func):
         shape = _of_groups(*args[:2])
         return shape, 2.0 * math.prod(shape), 1.0
     if counter is None:

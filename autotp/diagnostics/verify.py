@@ -601,7 +601,7 @@ def _budget_of_double(memory: Memory, model: nn.Module) -> Memory:
     Raises:
         Error: it is "auto".
     """
-    budget = budget_on(memory, torch.device("cpu"))
+    budget = budget_on(memory, torch.device("cpu"), ())
     if budget is None or memory_limit(budget) <= 1:
         return budget
     widths = [x.itemsize for x in model.parameters() if x.is_floating_point()]

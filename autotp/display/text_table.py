@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -17,6 +18,17 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def gib_text(count: float) -> str:
+    """Returns a number of bytes as `1.21 GiB`, rounded up: what has this much has enough. Small ones are in MiB or KiB.
+
+    Without the space it is a value of `memory=`.
+    """
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{math.ceil(count / size * 100) / 100:.2f} {unit}"
+    return f"{math.ceil(count)} B"
 
 
 def folded(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:

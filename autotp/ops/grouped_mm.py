@@ -49,10 +49,39 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     (x, weight), ends = ctx.saved_tensors, ctx.ends
-    weight_grads = [x[start:stop].mT @ grad[start:stop] for start, stop in _groups(ends)]
-    return grouped_mm(grad, weight.mT, ends), torch.stack(weight_grads), None
+    return grouped_mm(grad, weight.mT, ends), grouped_outer(x, grad, ends), None
 
 
 grouped_mm.register_autograd(_backward, setup_context=_keep)
+
+
+@torch.library.custom_op("autotp::grouped_outer", mutates_args=())
+def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    """Returns, for each group of rows, the sum of the outer products of its rows: the gradient of its matrix.
+
+    An operator of its own has a fake, on which backward runs where nobody knows the groups.
+
+    Args:
+        x: [rows in]
+        y: [rows out]
+        ends: [groups] the end of each group of rows.
+
+    Returns:
+        [groups in out]
+    """
+    return torch.stack([x[start:stop].mT @ y[start:stop] for start, stop in _groups(ends)])
+
+
+@grouped_outer.register_fake
+def _(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[-1], y.shape[-1])
+
+
+def _backward_of_outer(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    (x, y), ends = ctx.saved_tensors, ctx.ends
+    return grouped_mm(y, grad.mT, ends), grouped_mm(x, grad, ends), None
+
+
+grouped_outer.register_autograd(_backward_of_outer, setup_context=_keep)
 
 OPERATOR = torch.ops.autotp.grouped_mm.default

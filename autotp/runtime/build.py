@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -51,7 +52,9 @@ def build(
     """
 
     # With cp=None the dimension `cp` of a user's own mesh decides.
-    settings = replace(settings, cp=place.cp, memory=budget_on(settings.memory, place.device))
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    memory = budget_on(settings.memory, place.device, (place.size, place.cp, world // (place.size * place.cp)))
+    settings = replace(settings, cp=place.cp, memory=memory)
     if settings.recompute == "none" and settings.memory is None and library().recomputes(model):
         settings = replace(settings, recompute="full")
 

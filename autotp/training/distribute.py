@@ -164,8 +164,8 @@ def _expect_experts(training: Training, dp: int) -> None:
         raise Error(problem, fix=f"ep={dp}, or zero=0")
     if training.memory is not None or training.recompute == "full":
         option = 'recompute="full"' if training.memory is None else f"memory={training.memory!r}"
-        problem = f"ep={ep} beside {option}: how many rows arrive for a rank's experts is not known before they do"
-        raise Error(problem, fix='recompute="selective"')
+        problem = f"ep={ep} beside {option}: how many rows come to a rank's experts is known only when they are there"
+        raise Error(problem, fix='recompute="selective", without memory=')
     if training.cp > 1:
         raise Error(f"ep={ep} beside cp={training.cp}: rows of experts are not cut along the sequence", fix="cp=1")
     if ENGINES[training.schedule].halves:

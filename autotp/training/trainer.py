@@ -195,7 +195,8 @@ class Trainer(InGraphs, HasHoldings):
         self.late, self._facts = LateFacts(), StepFacts(0, Fingerprint())
         self.mesh, self.steps, self._calls, self._scaler = mesh, 0, 0, scaler
         self.place = groups.with_sequences(make_mesh(None, mesh["tp"]), mesh)
-        training = replace(training, memory=budget_on(training.memory, self.place.device))
+        axes = self.place.size, self.place.cp, mesh["dp"].size(), mesh["pp"].size()
+        training = replace(training, memory=budget_on(training.memory, self.place.device, axes))
         self._training = training
         self.everyone = groups.world_mesh(self.place, mesh, timeout)
         self.files, self.saving, self.thread = new_group(None, timeout, "files", "gloo"), None, None
@@ -477,7 +478,7 @@ class Trainer(InGraphs, HasHoldings):
         mine, count = self._my_stages, len(self._division.blocks)
         return Seat(
             rank=self.place.rank, kept_calls=self._training.engine.flight(stage, count, self._training.microbatches),
-            replicas=self.replicas.size, share=1 / len(mine),
+            replicas=self.replicas.size, share=1 / len(mine), microbatches=self._training.microbatches,
         )  # fmt: skip
 
     def _graph(self, stage: Stage, analysis: Program, seat: Seat) -> RankProgram:

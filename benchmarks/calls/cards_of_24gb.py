@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import autotp
+from autotp.costs.hardware import GIB
+from autotp.options import memory_limit
 
-BUDGET = "21GB"
-"""What tensors may take: the rest of 24 GiB is for libraries, NCCL's buffers and the allocator."""
 ROWS = (("LoRA, bfloat16", 1), ("LoRA, bfloat16", 2), ("full, bfloat16", 1), ("full, float32 masters", 1))
 
 
@@ -51,23 +51,23 @@ def row(way: str, rows: int) -> str:
     """Returns a row of the table."""
     model = trained(way)
     whole = estimated(model, rows, None)
-    start = f"| {way} | {rows} | {whole.fullest.total / 1e9:.1f} GB"
+    start = f"| {way} | {rows} | {whole.fullest.total / GIB:.1f} GiB"
     try:
-        budgeted = estimated(model, rows, BUDGET)
+        budgeted = estimated(model, rows, "auto")
     except autotp.Error as error:
-        needed = int(str(error).partition("memory=")[2].partition("try      memory=")[2].splitlines()[0])
-        return f"{start} | no: at least {needed / 1e9:.1f} GB | | | |"
+        needed = str(error).partition('try      memory="')[2].partition('"')[0]
+        return f"{start} | no: tensors take at least {memory_limit(needed) / GIB:.1f} GiB | | | |"
     (stage,) = budgeted.budgets
     fits = "yes" if budgeted.fits else "no"
     return (
-        f"{start} | {fits} | {stage.kept / 1e9:.1f} of {stage.kept_without / 1e9:.1f} GB | "
-        f"{budgeted.fullest.total / 1e9:.1f} GB | {budgeted.seconds:.2f} s "
+        f"{start} | {fits} | {stage.kept / GIB:.1f} of {stage.kept_without / GIB:.1f} GiB | "
+        f"{budgeted.fullest.total / GIB:.1f} GiB | {budgeted.seconds:.2f} s "
         f"({budgeted.seconds / whole.seconds - 1:+.1%}) |"
     )
 
 
 if __name__ == "__main__":
-    print("| training | rows | without a budget | fits in 21 GB | a call keeps | in all | a step |")
+    print('| training | rows | tensors without a budget | fits with memory="auto" | a call keeps | tensors | a step |')
     print("|---|---|---|---|---|---|---|")
     for way, rows in ROWS:
         print(row(way, rows), flush=True)

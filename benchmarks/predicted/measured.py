@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/predicted/measured.py
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/predicted/measured.py gpt t5 --rounds 20
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/predicted/measured.py --budgets --rounds 2
 
 glibc gives freed memory back to the system, and a page that comes back is filled with zeros, for two microseconds. No
 allocator of a GPU does that. So the script starts itself again with variables with which glibc keeps freed memory.
@@ -59,6 +60,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 2": {"dp": 2, "micro_batch": 2},
     "dp 2, recompute full": {"dp": 2, "micro_batch": 2, "recompute": "full"},
 }
+BUDGETED: dict[str, dict[str, Any]] = {
+    f"tp 2, memory {part}%": {"tp": 2, "micro_batch": 4, "memory": f"{part}%"} for part in (100, 70, 50, 30)
+}
+"""Layouts under a budget: the table of docs/memory.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +231,7 @@ def _profiled(run: Trained) -> tuple[float, float]:
 
 def compared(name: str, layout: str, gpu: str, rounds: int) -> Row:
     """Returns a row of the table."""
-    options, batch = LAYOUTS[layout], rows_for(name)
+    options, batch = (LAYOUTS | BUDGETED)[layout], rows_for(name)
     run = trained(name, options, batch)
     times, most = timed(run.step, rounds), most_bytes(run)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -280,7 +285,8 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="the models; by default all")
-    parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS), help="the layouts")
+    parser.add_argument("--layouts", nargs="*", choices=LAYOUTS | BUDGETED, default=list(LAYOUTS), help="the layouts")
+    parser.add_argument("--budgets", action="store_true", help="the layouts under a budget in place of these")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each row")
     parser.add_argument("--gpu", default="cpu-gloo", help=f"{', '.join(KINDS)}, a line, or a file of calibrate")
     parser.add_argument("--out", help="a file for the rows, as JSON")
@@ -291,7 +297,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rows: list[Row] = []
     for name in given.models or MODELS:
-        for layout in given.layouts:
+        for layout in BUDGETED if given.budgets else given.layouts:
             try:
                 rows.append(compared(name, layout, given.gpu, given.rounds))
             except autotp.Error as error:

@@ -28,12 +28,14 @@ class Seat:
         kept_calls: the number of microbatches whose values the graph keeps at a time.
         replicas: the number of replicas, over which ZeRO divides states.
         share: the part of the rank's memory that this graph may use.
+        microbatches: of a step, in each replica.
     """
 
     rank: int = 0
     kept_calls: int = 1
     replicas: int = 1
     share: float = 1.0
+    microbatches: int = 1
 
 
 FIRST_SEAT = Seat()
@@ -80,7 +82,10 @@ def _under_budget(p: Program, site: Site, memory: int | str, graph: fx.Graph) ->
     seat, captured = site.seat, p.captured
     sources = held_tensors(p, graph, seat.rank)
     fixed, learning = fixed_bytes(p, held_tensors(p, graph, 0), site.settings, seat.replicas)
-    allowance = Allowance(memory=memory, fixed=fixed, calls=seat.kept_calls, share=seat.share)
+    allowance = Allowance(
+        memory=memory, fixed=fixed, calls=seat.kept_calls, share=seat.share,
+        microbatches=seat.microbatches * seat.replicas,
+    )  # fmt: skip
     groups = {name: seat_in(name) for name in site.groups.values() if name is not None}
     if not site.groups:  # A simulation names axes, also parts of them: `tp/4` is four neighbours along `tp`.
         names = {str(node.args[1]) for node in graph.nodes if node.target in COMMUNICATING}
@@ -133,25 +138,36 @@ def fixed_bytes(
     """
     zero, cast = getattr(settings, "zero", 0), getattr(settings, "compute_dtype", None)
     total, learning = 0.0, dict[str, int]()
+    count = sum(name in p.captured.parameters for name in sources)
     for name, x in sources.items():
         own = x.numel() * (4 if cast is not None and x.is_floating_point() else x.itemsize)
         if name in p.captured.parameters:
-            fixed, learning[name] = parameter_bytes(own, x.nbytes * (own != x.nbytes), zero, replicas)
+            fixed, learning[name] = parameter_bytes(own, x.nbytes * (own != x.nbytes), zero, replicas, count)
             total += fixed
         else:
             total += x.nbytes
     return int(total), learning
 
 
-def parameter_bytes(own: int, copy: int, zero: int, replicas: int) -> tuple[float, int]:
+def parameter_bytes(own: int, copy: int, zero: int, replicas: int, count: int) -> tuple[float, int]:
     """Returns the bytes of a parameter on a rank; and those of its gradient and its states of AdamW, if it learns.
 
     Args:
         own: bytes of the whole parameter in its own dtype.
         copy: bytes of its copy in the dtype of computation; 0 if that is its own.
         zero, replicas: the stage of ZeRO, and the replicas over which it divides.
+        count: the number of the rank's parameters.
     """
     share = {stage: replicas if zero >= stage else 1 for stage in (1, 2)}
-    # ZeRO 1 and 2 gather all parameters for a step, beside the parts that the optimizer steps; ZeRO 3 has a block's.
-    gathered = 0 if zero == 3 and replicas > 1 else copy or own * (zero in (1, 2) and replicas > 1)
-    return own / share[1] + gathered, int(own / share[2] + 2 * own / share[1])
+    return own / share[1] + gathered_bytes(own, copy, zero, replicas, count), int(own / share[2] + 2 * own / share[1])
+
+
+def gathered_bytes(own: float, copy: float, zero: int, replicas: int, count: int) -> float:
+    """Returns the bytes of a parameter that are there beside the part that the optimizer steps.
+
+    ZeRO 1 and 2 gather all parameters for a step. ZeRO 3 has few of them at a time: counted as one. Arguments as of
+    `parameter_bytes`.
+    """
+    if zero and replicas > 1:
+        return (copy or own) / (max(1, count) if zero == 3 else 1)
+    return copy

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autotp.costs.hardware import CPU_GLOO, H100_80GB
 from autotp.costs.work import Work, without_processes
+from autotp.ops.grouped_mm import grouped_mm
 
 
 def test_work_prices_products_and_not_views() -> None:
@@ -36,3 +37,14 @@ def test_work_prices_collectives_over_groups_without_processes() -> None:
 def test_all_groups_without_processes_are_there_at_once() -> None:
     with without_processes({"cp": 2, "tp": 4}):
         assert [_resolve_process_group(name).size() for name in ("cp", "tp")] == [2, 4]
+
+
+def test_a_product_of_groups_is_a_product() -> None:
+    """Of rows with one matrix each: as many FLOPs, whatever the groups are."""
+    x, weight, ends = (torch.empty(*shape, device="meta") for shape in ((64, 32), (4, 32, 16), (4,)))
+    with Work(CPU_GLOO) as grouped:
+        grouped_mm(x, weight, ends)
+    with Work(CPU_GLOO) as plain:
+        torch.mm(x, weight[0])
+    assert grouped.flops == plain.flops == 2 * 64 * 32 * 16
+    assert grouped.seconds >= plain.seconds

@@ -449,7 +449,7 @@ def test_verify_runs_the_graph_of_a_budget() -> None:
         assert autotp.verify(model, 2, memory="50%").ok
     assert calls and all(choice.kept < choice.kept_without for choice in calls)
     assert "a microbatch keeps at least" in message(lambda: autotp.verify(model, 2, memory="1%"))
-    assert "24GB" in message(lambda: autotp.verify(model, 2, memory="auto"))
+    assert "24GiB" in message(lambda: autotp.verify(model, 2, memory="auto"))
 
 
 def test_bisect_sees_a_fault_of_the_last_pass(last_pass_is_wrong: None) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from graphs import some
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 
 from autotp.ops.grouped_mm import grouped_mm
@@ -36,3 +37,16 @@ def test_grouped_mm_reads_group_ends_once_on_the_host(monkeypatch: pytest.Monkey
     ends.fill_(7)
     grouped_mm(x, up, ends)
     assert reads == [3, 3]
+
+
+def test_backward_runs_where_nobody_knows_the_groups() -> None:
+    """On fake tensors: a budget of memory counts the bytes of backward so."""
+    with FakeTensorMode():
+        x, weight = torch.empty(8, 3, requires_grad=True), torch.empty(2, 3, 4, requires_grad=True)
+        grads = torch.autograd.grad(grouped_mm(x, weight, torch.empty(2, dtype=torch.int32)).sum(), (x, weight))
+    assert [g.shape for g in grads] == [x.shape, weight.shape]
+
+
+def test_second_gradients_are_right() -> None:
+    x, weight = (torch.rand(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (2, 3, 4)))
+    assert torch.autograd.gradgradcheck(lambda x, w: grouped_mm(x, w, ENDS[1:]), (x, weight))

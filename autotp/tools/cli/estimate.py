@@ -10,7 +10,7 @@ from torch import nn
 
 from autotp.costs.hardware import KINDS, LINE, hardware_of
 from autotp.diagnostics.verify import Report, verify
-from autotp.display.text_table import bytes_text
+from autotp.display.text_table import gib_text
 from autotp.tools.cli.flags import PLAIN, Debug, Html, Interleave, Json, ScheduleName, with_model, with_options_of
 from autotp.tools.cli.model_argument import ModelArgument, dtype_named, on_meta
 from autotp.tools.cli.output import DIFFERENT, WrongUse, arguments_in_use, expect_writable, print_json, show
@@ -106,8 +106,13 @@ def search_command(
     gpu: Gpu,
     batch: Batch,
     memory: Annotated[
-        str, typer.Option("--memory", help="The part of a device's memory for tensors, or their bytes: 20GB")
-    ] = "90%",
+        str,
+        typer.Option(
+            "--memory",
+            metavar="BYTES|PERCENT|auto",
+            help="What tensors may take of a device: 20GiB, 80%, or all that the estimate leaves them",
+        ),
+    ] = "auto",
     dtype: Dtype = "bfloat16",
     compiled: Compiled = False,
     sequence: Sequence = None,
@@ -127,9 +132,9 @@ def search_command(
     with arguments_in_use():
         part = memory.replace(".", "", 1).isdigit()
         tensors: float | str = float(memory) if part else memory
-        _, limit = expect_search(gpus, gpu, batch, tensors)
+        device, most = expect_search(gpus, gpu, batch, tensors)
     made = on_meta(argument)
-    expect_room(made, limit, gpus)
+    expect_room(made, min(device.memory, most), gpus)
     result = search(
         made, gpus=gpus, gpu=gpu, batch=batch, memory=tensors, dtype=dtype_named(dtype), compiled=compiled,
         sequence=sequence, example_inputs=argument.example_inputs(),
@@ -151,5 +156,5 @@ def expect_room(model: nn.Module, memory: float, ranks: int) -> None:
         key=lambda pair: pair[1], default=("", 0),
     )  # fmt: skip
     if largest / ranks > memory:
-        share = f"1/{ranks} of `{name}` takes {bytes_text(largest / ranks)}"
-        raise WrongUse(f"a device of {bytes_text(memory)} has no room for its share of one parameter: {share}")
+        share = f"1/{ranks} of `{name}` takes {gib_text(largest / ranks)}"
+        raise WrongUse(f"a device of {gib_text(memory)} has no room for its share of one parameter: {share}")

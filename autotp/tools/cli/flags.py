@@ -158,7 +158,7 @@ def _flag(name: str) -> Parameter:
         option = typer.Option(spelled, metavar="NAME=AXIS ...", help=f"{_help(name)}, such as lm_head=whole")
         return Parameter(name, Parameter.KEYWORD_ONLY, default=[], annotation=Annotated[list[str], option])
     if name == "memory":
-        option = typer.Option(spelled, metavar="BYTES|PERCENT", help=_help(name))
+        option = typer.Option(spelled, metavar="BYTES|PERCENT|auto", help=_help(name))
         return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option])
     if get_origin(hint) is Literal:
         choices = _choices(name, get_args(hint))

@@ -60,6 +60,11 @@ class StepLayout:
         return self.model_ranks * self.pp * self.dp
 
     @property
+    def axes(self) -> tuple[int, ...]:
+        """The sizes of the mesh's axes; neighbouring ranks are along the first."""
+        return self.tp, self.cp, self.dp, self.pp
+
+    @property
     def model_ranks(self) -> int:
         """The number of ranks that share a stage of one replica: they are neighbours, those along tp first."""
         return self.tp * self.cp

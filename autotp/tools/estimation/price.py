@@ -12,9 +12,11 @@ from typing import Any
 
 from autotp.costs.hardware import Hardware
 from autotp.costs.links import RankGroup, collective_seconds, send_seconds
+from autotp.costs.room import buffer_bytes, groups_of
 from autotp.diagnostics.report import plan_of_choice
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import partition
+from autotp.passes.program.emitted import gathered_bytes
 from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
 from autotp.tools.estimation.counts.budget import Budgets, StageChoice, stage_choices
 from autotp.tools.estimation.counts.kernels import fused
@@ -31,7 +33,7 @@ from autotp.tools.estimation.replicas import (
     units_of,
 )
 from autotp.tools.estimation.result import Estimate, RankMemory, TimeSaving
-from autotp.tools.estimation.seconds.beside_compute import buffer_bytes, link_free, slowed
+from autotp.tools.estimation.seconds.beside_compute import link_free, slowed
 from autotp.tools.estimation.seconds.times import ELEMENTWISE, Times, piece_times, summed_by_row
 from autotp.training.pipeline.gradient_buckets import BUCKET
 from autotp.training.pipeline.schedule_actions import Action, Played, actions_of, most_held, play
@@ -381,7 +383,7 @@ def _stage(prices: Prices, layout: StepLayout, run: Sequence[int], budget: Stage
         total += Times(backward=seconds, again=budget.flops, spent={AGAIN: seconds})
     stage = StageCost(
         times=total,
-        memory=stage_memory(pieces, recorded_pieces, () if budget is None else budget.dropped),
+        memory=stage_memory(pieces, recorded_pieces) if budget is None else budget.memory,
         budget=budget,
         parameters=names,
         casts=cast_seconds(prices, layout, names),
@@ -468,15 +470,16 @@ def _rank_memory(
     """Returns the memory of a pipeline rank at its fullest moment."""
     practice = prices.practice
     weights = sum(p.bytes for p in prices.totals(names))
-    copy = {i: sum(_copy(p, layout) for p in prices.totals(stage.parameters)) for i, stage in enumerate(stages)}
     learnt = _learnt(prices, names)
     gradients = sum(p.elements * (practice.gradient or p.itemsize) for p in learnt)
     state = sum(p.elements * (2 * p.itemsize if practice.state is None else practice.state) for p in learnt)
     share = layout.dp if layout.zero else 1
     stages_of_rank = sorted({action.stage for action in row})
-    copies = float(sum(copy[i] for i in stages_of_rank))
-    if layout.zero == 3:
-        copies = max((copy[i] / max(1, len(stages[i].parameters)) for i in stages_of_rank), default=0.0)
+    copies = sum(
+        gathered_bytes(p.bytes, _copy(p, layout), layout.zero, layout.dp, len(stages[i].parameters))
+        for i in stages_of_rank
+        for p in prices.totals(stages[i].parameters)
+    )
     activations = most_held(row, lambda i: stages[i].memory.kept - stages[i].memory.logits, lambda a: 0.0)
     logits = most_held(row, lambda i: stages[i].memory.logits, lambda a: 0.0)
 
@@ -489,7 +492,7 @@ def _rank_memory(
         together = max(together, float(min(BUCKET, prices.copied(names))))
     transients = max(0.0, together - activations - logits)
     return RankMemory(
-        buffers=buffer_bytes(_groups(layout), prices.device),
+        buffers=buffer_bytes(groups_of(layout.axes), prices.device),
         weights=weights / share,
         copies=copies,
         gradients=gradients / (share if layout.zero > 1 else 1),
@@ -499,15 +502,6 @@ def _rank_memory(
         transients=transients,
         is_gpu=prices.device.is_gpu,
     )
-
-
-def _groups(layout: StepLayout) -> list[RankGroup]:
-    """Returns the groups that a rank of `distribute` communicates in: one for each axis, and one of all ranks."""
-    stride, groups = 1, list[RankGroup]()
-    for size in (layout.tp, layout.cp, layout.dp, layout.pp):
-        groups.append(RankGroup(size=size, stride=stride))
-        stride *= size
-    return [*groups, RankGroup(size=layout.devices, stride=1)]
 
 
 def _copy(parameter: Parameter, layout: StepLayout) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotp.costs.hardware import GIB, Hardware
+from autotp.costs.room import ALLOCATOR, LIBRARIES, reserved
 from autotp.diagnostics.plan import MemoryPlan
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import within
@@ -15,8 +16,6 @@ from autotp.tools.estimation.layout import StepLayout
 
 KINDS_OF_TENSORS = ("weights", "copies", "gradients", "optimizer", "activations", "logits", "transients")
 """The kinds of tensors in the memory of a rank."""
-ALLOCATOR = (1.0 * GIB, 0.08)
-"""What a device holds beside tensors: bytes of libraries, and the allocator's part of the rest."""
 
 
 def mfu(flops: float, seconds: float, devices: int, peak: float) -> float:
@@ -77,7 +76,7 @@ class RankMemory:
     @property
     def reserved(self) -> float:
         """The bytes of the device that are taken at most: with the allocator's part, libraries, and NCCL's buffers."""
-        return self.total * (1 + ALLOCATOR[1]) + self.error_bytes + ALLOCATOR[0] + self.buffers
+        return reserved(self.total, self.error_bytes, self.buffers)
 
     @property
     def error_bytes(self) -> float:
@@ -187,7 +186,7 @@ class Estimate(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank's memory is within the device's, with the allocator's part."""
+        """Whether each rank fits: with libraries, NCCL's buffers and the allocator's part."""
         return max(rank.reserved for rank in self.memory) <= self.device.memory
 
     @property
@@ -257,8 +256,8 @@ class Estimate(Shown):
         fit, fullest = "fits" if self.fits else "does not fit", self.fullest
         beside = (
             f"memory       {fit}: at most {fullest.reserved / GIB:.1f} of {self.device.memory / GIB:.1f} GiB, with "
-            f"{ALLOCATOR[0] / GIB:.0f} GiB for libraries, {fullest.buffers / GIB:.1f} for NCCL's buffers and "
-            f"{ALLOCATOR[1]:.0%} for the allocator",
+            f"{LIBRARIES / GIB:.0f} GiB for libraries, {fullest.buffers / GIB:.1f} for NCCL's buffers and "
+            f"{ALLOCATOR:.0%} for the allocator",
         )
         head = ("pp rank", *self.memory_error, "GiB in all")
         return Sheet(

@@ -19,6 +19,7 @@ from torch import nn
 
 from autotp.arguments import expect_arguments
 from autotp.costs.hardware import GIB, Hardware, hardware_of
+from autotp.costs.room import tensor_room
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error, within
 from autotp.ops.eager_mode import uncollected
@@ -135,7 +136,7 @@ def search(
     gpus: int,
     gpu: str | Hardware,
     batch: int,
-    memory: float | str = 0.9,
+    memory: float | str = "auto",
     dtype: torch.dtype | None = None,
     compiled: bool = False,
     sequence: int | None = None,
@@ -153,7 +154,8 @@ def search(
     Args:
         model, gpu, batch, dtype, compiled, sequence, example_inputs: as for `estimate`.
         gpus: the number of devices.
-        memory: the part of a device's memory that tensors may take, or their bytes: "20GB". "auto": nine tenths.
+        memory: "auto": a layout fits where `estimate` says so, with libraries, NCCL's buffers and the allocator's part.
+            Or less: a part of a device's memory (0.5, "50%") or bytes ("20GiB"), which tensors may take at most.
 
     Raises:
         Error: as `estimate`; or no layout fits.
@@ -170,17 +172,19 @@ def search(
         expect_arguments(search, gpu=gpu, dtype=dtype, compiled=compiled, sequence=sequence)
         # Raises for a wrong batch or dtype before the model is captured, which takes seconds.
         StepLayout(batch=batch, dtype=dtype)
-        device, limit = expect_search(gpus, gpu, batch, memory)
+        device, most = expect_search(gpus, gpu, batch, memory)
         practice = COMPILED if compiled else AUTOTP
-        layouts = Layouts(model, device, practice, dtype, sequence, example_inputs, limit)
+        layouts = Layouts(model, device, practice, dtype, sequence, example_inputs, most)
         with uncollected():
-            return _searched(layouts, gpus, batch, limit)
+            return _searched(layouts, gpus, batch)
 
     return within(f"search({type(model).__name__}, gpus={gpus})", run)
 
 
 def expect_search(gpus: int, gpu: str | Hardware, batch: int, memory: float | str) -> tuple[Hardware, float]:
-    """Returns the kind of device of a search, and the bytes that tensors may take. Arguments as for `search`.
+    """Returns the kind of device of a search, and the bytes that the user lets tensors take; inf for "auto".
+
+    Arguments as for `search`.
 
     Raises:
         Error: one of them is wrong.
@@ -189,12 +193,13 @@ def expect_search(gpus: int, gpu: str | Hardware, batch: int, memory: float | st
     StepLayout(batch=batch)
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
         raise Error(f"gpus={gpus!r} is not a whole number of 1 or more", fix="gpus=8")
-    memory = 0.9 if memory == "auto" else memory
+    if memory == "auto":
+        return device, math.inf
     if isinstance(memory, str):
         memory = memory_limit(memory)
         return device, memory if memory > 1 else memory * device.memory
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 < memory <= 1:
-        raise Error(f"memory={memory!r} is not a part of a device's memory", fix="memory=0.9")
+        raise Error(f"memory={memory!r} is not a part of a device's memory", fix='memory="auto"')
     return device, memory * device.memory
 
 
@@ -210,14 +215,14 @@ class Layouts:
     """A model, captured for each number of tensor-parallel and context-parallel ranks when it is first needed.
 
     Args:
-        limit: the bytes that tensors may take.
+        most: the bytes that the user lets tensors take.
     """
 
     def __init__(
         self, model: nn.Module, device: Hardware, practice: Practice, dtype: torch.dtype | None, sequence: int | None,
-        example_inputs: Any, limit: float = math.inf,
+        example_inputs: Any, most: float = math.inf,
     ) -> None:  # fmt: skip
-        self.device, self.limit, self.dtype = device, limit, dtype
+        self.device, self.most, self.dtype = device, most, dtype
         self._rough: dict[tuple[StepLayout, ClosedForms], Rough] = {}
         self._practice, self._call = practice, estimated_call(model, sequence, example_inputs)
         self._prices: dict[tuple[int, int, Recompute, bool], Prices] = {}
@@ -258,19 +263,22 @@ class Layouts:
         plain = self.prices(tp, cp, "none").model
         return lowered_again(plain, replace(plain.training, schedule="zero-bubble"))
 
+    def limit(self, layout: StepLayout) -> float:
+        """Returns the bytes that tensors of a layout may take: of its budget."""
+        return min(self.most, tensor_room(self.device, layout.axes))
+
+    def fits(self, est: Estimate) -> bool:
+        """Whether an estimate fits, within what the user lets tensors take."""
+        return est.fits and est.fullest.total <= self.most
+
     def price(self, layout: StepLayout) -> Estimate:
         """Returns the estimate of a layout; where no choice of a budget fits, that with full recomputation."""
-        budget = self.limit
-        while layout.memory is not None and budget > 0:
-            try:
-                est = self._price(replace(layout, memory=_bytes(budget)))
-            except Error:
-                break
-            # The estimate counts more of what lives for a moment than the budget.
-            if est.fullest.total <= self.limit:
-                return est
-            budget -= 1.01 * (est.fullest.total - self.limit)
-        return self._price(layout if layout.memory is None else replace(layout, memory=None, recompute="full"))
+        try:
+            return self._price(layout)
+        except Error:
+            if layout.memory is None:
+                raise
+        return self._price(replace(layout, memory=None, recompute="full"))
 
     def _price(self, layout: StepLayout) -> Estimate:
         halves = layout.pp > 1 and engine_of(layout.schedule).halves
@@ -280,10 +288,12 @@ class Layouts:
         """Returns the numbers of tensor-parallel ranks: up to two nodes."""
         return [n for n in range(1, 2 * self.device.node + 1) if gpus % n == 0]
 
-    @property
-    def budgets(self) -> tuple[Memory, ...]:
-        """The budgets that are tried; without a limit everything fits."""
-        return (None,) if self.limit == math.inf else (None, _bytes(self.limit))
+    def budgets(self, axes: Sequence[int]) -> tuple[Memory, ...]:
+        """Returns the budgets that are tried: none, and what tensors may take in a mesh of these sizes."""
+        room = tensor_room(self.device, axes)
+        if room < self.most and self.device.is_gpu:
+            return None, "auto"
+        return None, _bytes(min(room, self.most))
 
     def contexts(self, ranks: int) -> list[int]:
         """Returns the numbers of context-parallel ranks: several for long sequences of a model with self-attention."""
@@ -333,7 +343,7 @@ class Layouts:
         if layout.memory is None:
             return self._rough_of(layout)
         keeping, full = (self._rough_of(replace(layout, memory=None, recompute=how)) for how in ("none", "full"))
-        memory = max(full.memory, min(keeping.memory, self.limit))
+        memory = max(full.memory, min(keeping.memory, self.limit(layout)))
         part = (keeping.memory - memory) / max(keeping.memory - full.memory, 1.0)
         return Rough(keeping.seconds + part**2 * (full.seconds - keeping.seconds), memory)
 
@@ -363,7 +373,8 @@ class Layouts:
                 ways = dict.fromkeys(
                     option for n in micro_batches for option in _schedules(pp, blocks, batch // dp // n)
                 )
-                for (schedule, interleave), zero, memory in itertools.product(ways, _stages(dp, pp), self.budgets):
+                budgets = self.budgets((tp, cp, dp, pp))
+                for (schedule, interleave), zero, memory in itertools.product(ways, _stages(dp, pp), budgets):
                     for micro in micro_batches:
                         if (schedule, interleave) in _schedules(pp, blocks, batch // dp // micro):
                             yield StepLayout(
@@ -394,24 +405,22 @@ def _schedules(pp: int, blocks: int, microbatches: int) -> Iterator[tuple[str, i
 
 
 def _bytes(limit: float) -> str | int:
-    """Returns a number of bytes as a user writes it: whole tenths of a gigabyte, where it has some."""
-    return f"{math.floor(limit / 1e8) / 10:g}GB" if limit >= 1e10 else int(limit)
+    """Returns a number of bytes as a user writes it: whole tenths of a GiB, where it has some."""
+    return f"{math.floor(limit / GIB * 10) / 10:g}GiB" if limit >= 10 * GIB else max(2, int(limit))
 
 
-def _searched(layouts: Layouts, gpus: int, batch: int, limit: float) -> Search:
-    priced, tried = _priced_roughly(layouts, gpus, batch, limit)
+def _searched(layouts: Layouts, gpus: int, batch: int) -> Search:
+    priced, tried = _priced_roughly(layouts, gpus, batch)
     if not priced:
         raise Error(f"a batch of {batch} rows is not divided evenly by any layout of {gpus} devices", fix="batch=gpus")
-    best, refined = _fastest(layouts, priced, limit)
+    best, refined = _fastest(layouts, priced)
     if not best:
-        _raise_nothing_fits(layouts, refined, limit)
-    lost = _slower(layouts, refined, best, limit)
+        _raise_nothing_fits(layouts, refined)
+    lost = _slower(layouts, refined, best)
     return Search(best=tuple(best), lost=tuple(lost), tried=tried)
 
 
-def _priced_roughly(
-    layouts: Layouts, gpus: int, batch: int, limit: float
-) -> tuple[list[tuple[StepLayout, Rough]], int]:
+def _priced_roughly(layouts: Layouts, gpus: int, batch: int) -> tuple[list[tuple[StepLayout, Rough]], int]:
     """Returns rough prices of the legal layouts, and how many are legal. A layout that is far from fitting has no price
     for larger micro-batches, which take more.
     """
@@ -420,7 +429,7 @@ def _priced_roughly(
         tried += 1
         if full is not None and layout.equals_but_for_micro_batch(full):
             continue
-        rough = layouts.rough(layout)
+        rough, limit = layouts.rough(layout), layouts.limit(layout)
         if layout.memory is None or layouts.rough(replace(layout, memory=None)).memory > limit / FAR:
             priced.append((layout, rough))
         full = layout if rough.memory > FAR * limit else None
@@ -428,7 +437,7 @@ def _priced_roughly(
 
 
 def _fastest(
-    layouts: Layouts, rough_prices: Sequence[tuple[StepLayout, Rough]], limit: float
+    layouts: Layouts, rough_prices: Sequence[tuple[StepLayout, Rough]]
 ) -> tuple[list[Estimate], Sequence[tuple[StepLayout, Rough]]]:
     """Returns the fastest layouts that fit, and all layouts with the rough prices that are known then.
 
@@ -438,13 +447,14 @@ def _fastest(
     priced: dict[StepLayout, Estimate] = {}
     ordered = sorted(rough_prices, key=lambda pair: pair[1].seconds)
     while len(priced) < PRICED:
-        fitting = _fitting(priced.values(), limit)
+        fitting = _fitting(layouts, priced.values())
         enough = fitting[-1].seconds if len(fitting) == SHOWN else math.inf
         # A tenth more than the slowest that is shown: so much may a rough price be too high.
         near = itertools.takewhile(lambda pair: pair[1].seconds < 1.1 * enough, ordered)  # noqa: B023  Used up here.
-        whole = {est.layout for est in priced.values() if est.fullest.total <= limit}
+        whole = {est.layout for est in priced.values() if layouts.fits(est)}
         candidates = [
-            (layout, rough) for layout, rough in near if layout not in priced and rough.memory <= FAR * limit
+            (layout, rough) for layout, rough in near
+            if layout not in priced and rough.memory <= FAR * layouts.limit(layout)
             and not (layout.memory is not None and replace(layout, memory=None) in whole)  # It fits without a budget.
         ]  # fmt: skip
         lowered = next((x for x, _ in candidates if layouts.is_lowered(x.tp, x.cp)), None)
@@ -456,19 +466,19 @@ def _fastest(
             ordered = sorted(rough_prices, key=lambda pair: pair[1].seconds)
         else:
             break
-    return _fitting(priced.values(), limit), rough_prices
+    return _fitting(layouts, priced.values()), rough_prices
 
 
-def _fitting(priced: Iterable[Estimate], limit: float) -> list[Estimate]:
+def _fitting(layouts: Layouts, priced: Iterable[Estimate]) -> list[Estimate]:
     """Returns the fastest estimates that fit, the fastest first."""
-    return sorted((est for est in priced if est.fullest.total <= limit), key=lambda est: est.seconds)[:SHOWN]
+    return sorted(filter(layouts.fits, priced), key=lambda est: est.seconds)[:SHOWN]
 
 
-def _raise_nothing_fits(layouts: Layouts, rough_prices: Sequence[tuple[StepLayout, Rough]], limit: float) -> None:
+def _raise_nothing_fits(layouts: Layouts, rough_prices: Sequence[tuple[StepLayout, Rough]]) -> None:
     est = layouts.price(min(rough_prices, key=lambda pair: pair[1].memory)[0])
-    size = est.fullest.total
+    size, limit = est.fullest.total / GIB, layouts.limit(est.layout) / GIB
     raise Error(
-        f"no layout fits: {est.layout} takes {size / GIB:.3g} GiB of {limit / GIB:.3g} on its fullest device",
+        f"no layout fits: tensors of {est.layout} take {size:.3g} GiB of {limit:.3g} on its fullest device",
         fix="more gpus, or a smaller sequence",
     )
 
@@ -477,7 +487,7 @@ def _raise_nothing_fits(layouts: Layouts, rough_prices: Sequence[tuple[StepLayou
 
 
 def _slower(
-    layouts: Layouts, rough_prices: Sequence[tuple[StepLayout, Rough]], best: Sequence[Estimate], limit: float
+    layouts: Layouts, rough_prices: Sequence[tuple[StepLayout, Rough]], best: Sequence[Estimate]
 ) -> Iterator[Lost]:
     """Yields the obvious layouts that are not among the best, each in its fastest variant that fits."""
     won, reported = best[0], set[StepLayout]()
@@ -487,13 +497,13 @@ def _slower(
         ]
         if not variants or any(which(est.layout) for est in best):
             continue
-        fitting = [pair for pair in variants if pair[1].memory <= limit]
+        fitting = [pair for pair in variants if pair[1].memory <= layouts.limit(pair[0])]
         layout, _ = min(fitting or variants, key=lambda pair: pair[1].seconds if fitting else pair[1].memory)
         # Two descriptions may have one fastest layout.
         if layout in reported:
             continue
         reported.add(layout)
-        yield Lost(f"{name}: {layout}", _why(layouts.price(layout), won, layouts.device, limit))
+        yield Lost(f"{name}: {layout}", _why(layouts.price(layout), won, layouts))
 
 
 def _obvious(won: StepLayout, node: int) -> Mapping[str, Any]:
@@ -512,14 +522,17 @@ def _obvious(won: StepLayout, node: int) -> Mapping[str, Any]:
     }
 
 
-def _why(est: Estimate, won: Estimate, device: Hardware, limit: float) -> str:
+def _why(est: Estimate, won: Estimate, layouts: Layouts) -> str:
     """Returns in a line why a layout lost against the best."""
     fullest = max(range(len(est.memory)), key=lambda i: est.memory[i].total)
-    if est.fullest.total > limit:
+    if not layouts.fits(est):
+        limit = layouts.limit(est.layout)
         return f"does not fit: {est.fullest.total / GIB:.0f} of {limit / GIB:.0f} GiB on pipeline rank {fullest}"
     more = {name: s - won.spent.get(name, 0.0) for name, s in est.spent.items()}
     row = max(more, key=more.__getitem__)
-    crossing = f", tp={est.layout.tp} crosses nodes" if est.layout.tp > device.node and row.endswith("tp") else ""
+    crossing = (
+        f", tp={est.layout.tp} crosses nodes" if est.layout.tp > layouts.device.node and row.endswith("tp") else ""
+    )
     slower = est.seconds - won.seconds
     return f"{_two_digits(slower)} s ({slower / won.seconds:+.0%}): {row} {_two_digits(more[row])} s{crossing}"
 

@@ -26,6 +26,7 @@ from autotp.passes.emit.bind import COMMUNICATING
 from autotp.passes.emit.kept_values.exact_bits import is_exact
 from autotp.passes.emit.kept_values.fates import Fate, Fates, SavedTensor, SavingRun
 from autotp.passes.emit.kept_values.split import MASKS
+from autotp.passes.emit.memory.live_bytes import live_bytes
 from autotp.rules.call import operator_of
 from autotp.rules.traits import draws
 
@@ -78,11 +79,13 @@ class BlockTable:
         values: by name.
         inputs: the inputs that autograd keeps.
         results: what the block returns: the value that it lies in, or the input; in order.
+        live: the most bytes of what it makes that there are at once, in forward or backward, where all is kept.
     """
 
     values: Mapping[str, BlockValue]
     inputs: frozenset[str]
     results: tuple[str, ...]
+    live: int = 0
 
     @cached_property
     def seconds(self) -> float:
@@ -107,7 +110,7 @@ class BlockTable:
                 elif name not in again:
                     again.add(name)
                     queue.append(name)
-        kept, moved, masks = dict[str, int](), dict[str, int](), 0.0
+        kept, moved, masks, more = dict[str, int](), dict[str, int](), 0.0, 0
         for name, value in self.values.items():
             fate = fates.get(name, "keep")
             if name in dropped or not (value.kept or name in boundary):
@@ -116,12 +119,13 @@ class BlockTable:
             masks += value.seconds if fate == "bits" and value.seeds else 0.0
             kept[name] = 0 if fate == "host" else value.smaller if fate == "bits" else value.kept
             kept[name] += value.made * (name in boundary and value.inside)
+            more += value.made * (name in boundary and value.inside)
         # In the table's order: sums of a set's order differ in the last digit from rank to rank, and so would choices.
         runs = [value for name, value in self.values.items() if name in again]
         return Kept(
             kept=kept, inputs=frozenset(inputs), seconds=masks + sum(value.seconds for value in runs),
             flops=sum(value.flops for value in runs), collectives=sum(value.collectives for value in runs),
-            moved=sum(moved.values()), again=sum(value.made for value in runs),
+            moved=sum(moved.values()), live=self.live + more,
         )  # fmt: skip
 
 
@@ -136,7 +140,7 @@ class Kept:
         flops: of the products in it.
         collectives: the number of collectives among it.
         moved: bytes that go to the host and come back.
-        again: bytes that the computation makes that runs again, at most all at once.
+        live: the most bytes of what the block makes, and keeps for what runs again, that there are at once.
     """
 
     kept: Mapping[str, int]
@@ -145,7 +149,7 @@ class Kept:
     flops: float
     collectives: int
     moved: int
-    again: int
+    live: int
 
 
 @dataclass
@@ -284,4 +288,6 @@ def block_table(
     run = TableRun(module, groups, device, stands_for)
     with torch.enable_grad():
         result = run.run(*args)
-    return without_collectives(run.table()) if run.uneven else run.table(), result
+    live = live_bytes(module, args, lambda operator, operands: (stands_for(operator), over_groups(operands, groups)))
+    table = replace(run.table(), live=live)
+    return without_collectives(table) if run.uneven else table, result

@@ -21,8 +21,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from autotp.costs.hardware import Hardware, hardware_at
+from autotp.costs.room import tensor_room
 from autotp.costs.work import without_processes
-from autotp.display.text_table import bytes_text
+from autotp.display.text_table import gib_text
 from autotp.errors import Error
 from autotp.ops.collectives import communicate
 from autotp.ops.eager_mode import no_transform
@@ -49,12 +50,14 @@ class Allowance:
         fixed: bytes that are there anyway: parameters, gradients, optimizer states.
         calls: the number of calls whose values are kept at a time: microbatches of a pipeline's stage.
         share: the part of the memory that is this graph's: a rank may have several stages.
+        microbatches: of a step, over all replicas.
     """
 
     memory: int | str
     fixed: int = 0
     calls: int = 1
     share: float = 1.0
+    microbatches: int = 1
 
     def limit(self, table: GraphTable, whole: Choices) -> float:
         """Returns the bytes that `measure` may return. whole: the choices under which all is kept"""
@@ -182,7 +185,7 @@ class Budget(SetsFates):
         if needed := self._largest(choice.smallest) if agrees else choice.smallest:
             ranks = dist.get_world_size() if dist.is_initialized() else math.prod(n for _, n in self.groups.values())
             rows = next((x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim()), 1)
-            raise too_small(allowance, needed, device, ranks, int(rows))
+            raise too_small(allowance, needed, device, ranks, int(rows) * allowance.microbatches)
         return choice
 
     def _largest(self, number: int) -> int:
@@ -271,56 +274,58 @@ def too_small(allowance: Allowance, needed: int, device: Hardware, ranks: int, r
     """Returns the error of a budget under which nothing fits, with the search for layouts that do.
 
     Args:
-        needed: the smallest budget that would do.
+        needed: the smallest budget that would do: bytes of the rank, or percent.
         ranks: all ranks.
-        rows: of the batch.
+        rows: of the batch of a step, over all replicas.
     """
-    limit = memory_limit(allowance.memory)
     search = f'autotp.search(model, gpus={ranks}, gpu="{device.name}", batch={rows}), which lists layouts that fit'
-    alternative = f"shorter sequences, a smaller microbatch, more ranks, or {search}"
-    if limit > 1 and allowance.fixed > limit * allowance.share:  # Shorter sequences would not help.
-        alternative = f"parameters in bfloat16, LoRA, zero=1 over replicas, more ranks, or {search}"
+    shorter, fewer = "shorter sequences, a smaller microbatch", "parameters in bfloat16, LoRA, zero=1 over replicas"
+    limit = memory_limit(allowance.memory)
     if limit <= 1:
         return Error(
             f"memory={allowance.memory!r}: a microbatch keeps at least {needed}% of what it keeps without a budget",
             fix=f'memory="{needed}%"',
-            alternative=alternative,
+            # The part that has to stay differs from one size of inputs to another.
+            alternative=f"a number of bytes, which is for inputs of all sizes; {shorter}, more ranks, or {search}",
         )
+    # Where what stays from step to step is too much already, shorter sequences would not help.
+    remedy = fewer if allowance.fixed > limit * allowance.share else shorter
     return Error(
-        f"memory={bytes_text(int(limit))}: the rank needs at least {bytes_text(needed)}, of which "
-        f"{bytes_text(allowance.fixed)} are parameters, gradients and optimizer states",
-        fix=f"memory={needed}",
-        alternative=alternative,
+        f"memory={gib_text(limit)}: this rank needs at least {gib_text(needed)}, of which {gib_text(allowance.fixed)} "
+        "are parameters (with copies in the dtype of computation), gradients, optimizer states and buffers",
+        fix=f'memory="{gib_text(needed).replace(" ", "")}"',
+        alternative=f"{remedy}, more ranks, or {search}",
     )
 
 
-def budget_on(memory: Memory, device: torch.device) -> Memory:
-    """Returns a budget with the bytes that "auto" means on a device. Errors as of `budget_within`."""
-    on_gpu = device.type == "cuda"
-    total = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu and memory == "auto" else None
-    return budget_within(memory, device.type, total)
+def budget_on(memory: Memory, device: torch.device, sizes: Sequence[int]) -> Memory:
+    """Returns a budget with the bytes that "auto" means on a device that is there. Else as `budget_within`."""
+    return budget_within(memory, hardware_at(device), sizes) if memory == "auto" else memory
 
 
-def budget_within(memory: Memory, device: str, total: float | None) -> Memory:
-    """Returns a budget with the bytes that "auto" means: nine tenths of a device's memory, the same on each rank.
-
-    The rest is for the driver, for buffers of process groups, and for gaps between tensors.
+def budget_within(memory: Memory, device: Hardware, sizes: Sequence[int]) -> Memory:
+    """Returns a budget with the bytes that "auto" means: what a device has for tensors, the same on each rank.
 
     Args:
-        device: what the device is called.
-        total: the bytes of its memory; None for a CPU.
+        sizes: of the mesh's axes; neighbouring ranks are along the first.
 
     Raises:
-        Error: a CPU has no memory of its own.
+        Error: a CPU has no memory of its own, or a device has none left for tensors.
     """
     if memory != "auto":
         return memory
-    if total is None:
+    if not device.is_gpu:
         raise Error(
-            f'memory="auto" on {device}, which shares its memory with other programs',
-            fix='memory="24GB", the bytes that this rank may use',
+            'memory="auto" on a CPU, which shares its memory with other programs',
+            fix='memory="24GiB", what this rank may use',
         )
-    return int(0.9 * total)
+    room = int(tensor_room(device, sizes))
+    if room <= 1:
+        raise Error(
+            f'memory="auto": libraries and NCCL take all of the {gib_text(device.memory)} of {device.name}',
+            fix="a device with more memory",
+        )
+    return room
 
 
 def budget_of(module: fx.GraphModule) -> Budget | None:

@@ -33,16 +33,11 @@ class StageMemory:
     backward: int
 
 
-def stage_memory(pieces: Sequence[ModelPiece], recorded: Recorded, dropped: Sequence[int] = ()) -> StageMemory:
-    """Returns the memory of a stage of these pieces.
-
-    Args:
-        dropped: of each piece, the bytes that it keeps less than its record, under a budget. While the piece runs in
-            backward they are there again.
-    """
+def stage_memory(pieces: Sequence[ModelPiece], recorded: Recorded) -> StageMemory:
+    """Returns the memory of a stage of these pieces, which keeps all for backward."""
     private_bytes, logits, named = 0, 0, dict[str, int]()
     forward = backward = 0  # All bytes at the fullest moment.
-    for i, piece in enumerate(pieces):
+    for piece in pieces:
         record = recorded.records[piece.kind]
         # Each record numbers memory anew. Only the name of a value tells that two pieces keep the same.
         names = {m: piece.reads[place] for m, place in record.inputs.items()}
@@ -51,7 +46,7 @@ def stage_memory(pieces: Sequence[ModelPiece], recorded: Recorded, dropped: Sequ
         peaks = recorded.peaks.get(piece.kind) or recorded.peaks.setdefault(piece.kind, own_peaks(record))
         before = private_bytes + sum(named.values())
         forward, backward = max(forward, before + peaks["forward"]), max(backward, before + peaks["backward"])
-        private_bytes += sum(n for m, n in record.kept.items() if m not in names) - sum(dropped[i : i + 1])
+        private_bytes += sum(n for m, n in record.kept.items() if m not in names)
         logits += sum(record.kept[m] for m in record.head if m not in names)
     kept_bytes = private_bytes + sum(named.values())
     last = recorded.records[pieces[-1].kind]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autotp.costs.hardware import Hardware
 from autotp.passes.emit.memory.budget import Allowance, MemoryChoice, budget_within, choice_under, too_small
 from autotp.passes.emit.memory.graph_table import GraphTable
 from autotp.passes.program.emitted import parameter_bytes
-from autotp.tools.estimation.counts.kept import dropped_by_piece, piece_table, stage_table
+from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
+from autotp.tools.estimation.counts.kept import piece_table, stage_table
 from autotp.tools.estimation.counts.pieces import Lowered, Recorded
 from autotp.tools.estimation.layout import StepLayout
 from autotp.tools.estimation.replicas import itemsize_of
@@ -23,11 +24,18 @@ class StageChoice:
 
     Attributes:
         choice: with the values of its blocks.
-        dropped: of each of its pieces, the bytes that it keeps less than without a budget.
+        whole: the memory of the stage without a budget.
     """
 
     choice: MemoryChoice
-    dropped: Sequence[int]
+    whole: StageMemory
+
+    @property
+    def memory(self) -> StageMemory:
+        """The memory of the stage, as the budget counts it."""
+        kept = self.choice.kept
+        beside = self.choice.table.peak(self.choice.chosen.choices) - kept
+        return replace(self.whole, kept=kept, forward=beside, backward=beside)
 
     @property
     def flops(self) -> float:
@@ -41,11 +49,11 @@ class Budgets:
     def __init__(self, model: Lowered, device: Hardware) -> None:
         self.model, self.device = model, device
         self._tables: dict[tuple[int, int], GraphTable] = {}
-        self._stages: dict[Any, tuple[GraphTable, list[int]]] = {}
+        self._stages: dict[Any, GraphTable] = {}
         self._choices: dict[Any, StageChoice] = {}
 
-    def table(self, recorded: Recorded, rows: int, run: Sequence[int]) -> tuple[GraphTable, list[int]]:
-        """Returns what a stage keeps, and the places of its calls. run: the numbers of its pieces"""
+    def table(self, recorded: Recorded, rows: int, run: Sequence[int]) -> GraphTable:
+        """Returns what a stage keeps. run: the numbers of its pieces"""
         key = (rows, *run)
         if key not in self._stages:
             pieces = [recorded.pieces[i] for i in run]
@@ -60,20 +68,21 @@ class Budgets:
         """Returns what a budget does in a stage; it may be that nothing fits."""
         key = layout.micro_batch, tuple(run), allowance
         if key not in self._choices:
-            table, places = self.table(recorded, layout.micro_batch, run)
-            choice = choice_under(allowance, table, self.device)
-            dropped = dropped_by_piece(choice, places, len(run))
-            self._choices[key] = StageChoice(choice=choice, dropped=dropped)
+            choice = choice_under(allowance, self.table(recorded, layout.micro_batch, run), self.device)
+            whole = stage_memory([recorded.pieces[i] for i in run], recorded)
+            self._choices[key] = StageChoice(choice=choice, whole=whole)
         return self._choices[key]
 
     def fixed(self, recorded: Recorded, layout: StepLayout, run: Sequence[int]) -> int:
         """Returns the bytes of a stage's parameters, gradients, states of AdamW and buffers."""
         pieces = [recorded.pieces[i] for i in run]
         total = 0.0
-        for parameter in (self.model.parameters[n] for n in {n for piece in pieces for n in piece.parameters}):
+        names = {n for piece in pieces for n in piece.parameters}
+        count = len(names)
+        for parameter in (self.model.parameters[n] for n in names):
             narrow = itemsize_of(layout, parameter.itemsize)
             copy = parameter.elements * narrow * (narrow != parameter.itemsize)
-            there, if_learning = parameter_bytes(parameter.bytes, copy, layout.zero, layout.dp)
+            there, if_learning = parameter_bytes(parameter.bytes, copy, layout.zero, layout.dp, count)
             total += there + if_learning * parameter.learns
         buffers = {
             name: value.bytes
@@ -99,7 +108,7 @@ def stage_choices(
         Error: a rank's stages do not fit; names the smallest budget under which all do.
     """
     device = budgets.device
-    memory = budget_within(layout.memory, device.name, device.memory if device.is_gpu else None)
+    memory = budget_within(layout.memory, device, layout.axes)
     assert memory is not None
     choices = []
     for i, run in enumerate(runs):

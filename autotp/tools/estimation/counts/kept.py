@@ -19,7 +19,7 @@ from autotp.compiler import emitted_operators
 from autotp.costs.hardware import Hardware
 from autotp.costs.work import without_processes
 from autotp.passes.emit.memory.block_table import BlockTable
-from autotp.passes.emit.memory.budget import Budget, MemoryChoice, budget_of
+from autotp.passes.emit.memory.budget import Budget, budget_of
 from autotp.passes.emit.memory.graph_table import BlockCallRow, GraphTable
 from autotp.tools.estimation.counts.pieces import Lowered, ModelPiece, Recorded, piece_groups, returning_shared
 from autotp.tools.estimation.counts.record import FUSED, META, even_groups, is_padded
@@ -64,15 +64,15 @@ def _on_gpu(operator: Any) -> Any:
     return even_groups if is_padded(operator) else FUSED.get(operator, operator)
 
 
-def stage_table(pieces: Sequence[ModelPiece], tables: Mapping[int, GraphTable]) -> tuple[GraphTable, list[int]]:
-    """Returns the table of a stage, and for each of its calls the place of the piece that makes it.
+def stage_table(pieces: Sequence[ModelPiece], tables: Mapping[int, GraphTable]) -> GraphTable:
+    """Returns the table of a stage.
 
     Args:
         tables: number of a kind of piece -> its table.
     """
     numbers, kinds = dict[Any, int](), dict[Any, BlockCallRow]()
-    blocks, calls, places = list[BlockTable](), list[BlockCallRow](), list[int]()
-    outside, sizes = dict[int, fx.Node](), dict[int, int]()
+    blocks, calls = list[BlockTable](), list[BlockCallRow]()
+    outside, since, sizes, between = dict[int, fx.Node](), dict[int, int](), dict[int, int](), [0]
     for place, piece in enumerate(pieces):
         table = tables[piece.kind]
         named: dict[int | None, str] = dict(zip(table.placeholders, piece.reads, strict=True))
@@ -83,6 +83,9 @@ def stage_table(pieces: Sequence[ModelPiece], tables: Mapping[int, GraphTable]) 
         }
         sizes |= {number_of[memory]: size for memory, size in table.sizes.items()}
         outside |= {number_of[memory]: node for memory, node in table.outside.items()}
+        for memory, before in table.since.items():
+            since.setdefault(number_of[memory], len(calls) + before)
+        between[-1:] = [max(between[-1], table.between[0]), *table.between[1:]]
         for call in table.calls:
             block = table.tables[call.kind]
             key = _facts(call, block)
@@ -94,9 +97,7 @@ def stage_table(pieces: Sequence[ModelPiece], tables: Mapping[int, GraphTable]) 
             inputs = {name: number_of[memory] for name, memory in zip(like.inputs, call.inputs.values(), strict=True)}
             results = {order[name]: number_of[memory] for name, memory in call.results.items() if name in order}
             calls.append(replace(like, block=piece.name, inputs=inputs, results=results))
-            places.append(place)
-    widest = max(tables[piece.kind].widest for piece in pieces)
-    return GraphTable(calls=calls, tables=blocks, outside=outside, sizes=sizes, widest=widest), places
+    return GraphTable(calls=calls, tables=blocks, outside=outside, since=since, sizes=sizes, between=between)
 
 
 def _facts(call: BlockCallRow, block: BlockTable) -> Any:
@@ -111,18 +112,4 @@ def _facts(call: BlockCallRow, block: BlockTable) -> Any:
          value.kept, value.smaller, value.seeds, value.inside, value.fixed)
         for value in block.values.values()
     ]  # fmt: skip
-    return tuple(rows), frozenset(map(number, block.inputs)), tuple(map(number, block.results))
-
-
-def dropped_by_piece(choice: MemoryChoice, places: Sequence[int], count: int) -> list[int]:
-    """Returns the bytes that each of a stage's pieces keeps less than without a budget.
-
-    Args:
-        places: as `stage_table` returns them.
-        count: the number of pieces.
-    """
-    plain, chosen = ([now for now, _ in choice.table.running(x)] for x in (choice.whole, choice.chosen.choices))
-    dropped = [0] * count
-    for i, place in enumerate(places):
-        dropped[place] += (plain[i + 1] - plain[i]) - (chosen[i + 1] - chosen[i])
-    return dropped
+    return block.live, tuple(rows), frozenset(map(number, block.inputs)), tuple(map(number, block.results))

@@ -14,33 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autotp.costs.hardware import Hardware
-from autotp.costs.links import RankGroup
-
-CHANNELS = 24
-"""The units that NCCL takes for a collective: its channels in a DGX A100, as it logs them."""
-CHANNEL_BANDWIDTH = 300e9 / CHANNELS
-"""Bytes/s of a channel: in a DGX A100 that many channels fill links of 300 GB/s."""
-
-CHANNEL_BYTES = 688e6 / CHANNELS
-"""The most bytes of buffers that a communicator has for a channel: one of four A100s took 688 MB, one of two 544 MB
-(NVIDIA/nccl issue 964). They grow with the channels, and hardly with the ranks (issue 986)."""
-
-
-def channels(group: RankGroup, device: Hardware) -> int:
-    """Returns the units that a collective of this group takes: as many channels as its slowest link needs.
-
-    A group with one rank in each node has one adapter for each, and few channels.
-    """
-    ranks_per_node = group.per_node(device)
-    bandwidth = min(device.node_bandwidth, device.net_bandwidth * ranks_per_node) if group.crosses(device) else math.inf
-    return max(1, min(CHANNELS, math.ceil(min(bandwidth, device.node_bandwidth) / CHANNEL_BANDWIDTH)))
-
-
-def buffer_bytes(groups: Iterable[RankGroup], device: Hardware) -> float:
-    """Returns the bytes that NCCL's communicators of these groups take, at most; a group of one rank has none."""
-    if not device.is_gpu:
-        return 0.0
-    return sum(channels(group, device) * CHANNEL_BYTES for group in groups if group.size > 1)
+from autotp.costs.links import RankGroup, channels
 
 
 def slowed(hidden: float, group: RankGroup, device: Hardware) -> float:

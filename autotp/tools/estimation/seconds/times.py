@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autotp.costs.hardware import Hardware
-from autotp.costs.links import RankGroup, collective_seconds
+from autotp.costs.links import CHANNELS, RankGroup, collective_seconds
 from autotp.costs.operators import Op
 from autotp.costs.roofline import op_seconds
 from autotp.tools.estimation.counts.record import Record
-from autotp.tools.estimation.seconds.beside_compute import CHANNELS
 
 PRODUCTS, ELEMENTWISE = "products", "elementwise"
 WORK = {"product": PRODUCTS, "attention": PRODUCTS}

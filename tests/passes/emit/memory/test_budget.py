@@ -15,8 +15,10 @@ from small_models import Mixture, gpt
 from torch import Tensor, nn
 
 import autotp
+from autotp.costs.hardware import hardware_of
+from autotp.options import memory_limit
 from autotp.passes.emit.memory import budget
-from autotp.passes.emit.memory.budget import Allowance, Budget, budget_of, budget_on
+from autotp.passes.emit.memory.budget import Allowance, Budget, budget_of, budget_on, budget_within
 from autotp.runtime.module import executable_of
 
 checks = Checks()
@@ -131,10 +133,11 @@ def a_later_call_that_fits_on_one_rank_only_is_one_error(rank: int, n: int) -> N
     model = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(few, few), memory=900_000)
     least = gathered(message(model, more, more))
     assert least[0] == least[1]
-    needed = int(least[0].partition("try      memory=")[2].splitlines()[0])
-    model = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(few, few), memory=needed - 1)
+    needed = least[0].partition('try      memory="')[2].partition('"')[0]
+    less = int(memory_limit(needed) - 2**20 / 100)  # The number is rounded up to a hundredth of a MiB.
+    model = autotp.parallelize(copy.deepcopy(whole), n, example_inputs=(few, few), memory=less)
     texts = gathered(message(model, more, more))
-    assert texts[0] == texts[1] and f"try      memory={needed}" in texts[0]
+    assert texts[0] == texts[1] and f'try      memory="{needed}"' in texts[0]
     model(few, few).backward()
 
 
@@ -168,16 +171,22 @@ def test_a_budget_that_nothing_fits_says_the_smallest() -> None:
     model = autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory=least)
     assert budget_in(model).latest is not None
     text = message(lambda: autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory=1000))
-    needed = int(text.partition("try      memory=")[2].splitlines()[0])
+    assert "are parameters (with copies in the dtype of computation), gradients, optimizer states and buffers" in text
+    needed = text.partition('try      memory="')[2].partition('"')[0]
     autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory=needed)
+    less = int(0.97 * memory_limit(needed))  # The number is rounded up to a hundredth.
+    text = message(lambda: autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory=less))
+    assert f'try      memory="{needed}"' in text
 
 
 def test_auto_is_for_devices_with_memory_of_their_own() -> None:
-    assert budget_on("50%", torch.device("cpu")) == "50%"
-    assert message(budget_on, "auto", torch.device("cpu")) == (
-        'memory="auto" on cpu, which shares its memory with other programs\n'
-        '  try      memory="24GB", the bytes that this rank may use'
+    assert budget_on("50%", torch.device("cpu"), (2,)) == "50%"
+    assert message(budget_on, "auto", torch.device("cpu"), (2,)) == (
+        'memory="auto" on a CPU, which shares its memory with other programs\n'
+        '  try      memory="24GiB", what this rank may use'
     )
+    small = hardware_of("312TF 2TB/s 1GiB node=4x300GB/s net=25GB/s")
+    assert "libraries and NCCL take all of the 1.00 GiB of" in message(budget_within, "auto", small, (2,))
 
 
 def test_evaluation_chooses_nothing() -> None:

@@ -22,7 +22,7 @@ def graph_of(*tables: BlockTable, calls: int = 1) -> GraphTable:
         for kind in range(len(tables))
         for i in range(calls)
     ]
-    return GraphTable(calls=rows, tables=tables, outside={}, sizes={}, widest=0)
+    return GraphTable(calls=rows, tables=tables, outside={}, since={}, sizes={}, between=[0] * (len(rows) + 1))
 
 
 @pytest.mark.parametrize("seed", range(8))

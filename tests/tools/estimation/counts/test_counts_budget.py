@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from small_models import gpt
 from torch import nn
 
 import autotp
+from autotp.costs.room import tensor_room
 from autotp.diagnostics.plan import MemoryPlan
 from autotp.diagnostics.report import memory_plan
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.options import memory_limit
 from benchmarks.calls import cards_of_24gb
 
 checks = Checks()
@@ -44,7 +47,9 @@ def expect_same(predicted: MemoryPlan, chosen: MemoryPlan) -> None:
     """But for the number by which `distribute` divides a loss, which `parallelize` does not keep."""
     for name in ("memory", "fixed", "collectives"):
         assert (name, getattr(predicted, name)) == (name, getattr(chosen, name))
-    for name in ("needed", "kept", "kept_without"):
+    # The losses differ by a few values of a row, too, which exist for a moment.
+    assert predicted.needed == pytest.approx(chosen.needed, rel=2e-3)
+    for name in ("kept", "kept_without"):
         assert (name, 0) == (name, (getattr(predicted, name) - getattr(chosen, name)) // 9)
     assert predicted.seconds == pytest.approx(chosen.seconds) and predicted.gigabyte == pytest.approx(chosen.gigabyte)
     ours, theirs = ({(r.at, r.bytes // 9, r.staying // 9) for r in plan.largest[:5]} for plan in (predicted, chosen))
@@ -68,7 +73,7 @@ def ranks_choose_what_was_estimated(rank: int, n: int) -> None:
 def stages_choose_what_was_estimated(rank: int, n: int) -> None:
     """Also where a rank has two stages, which share its bytes."""
     model = small()
-    for memory, given in (("40%", {}), (1_300_000, {"schedule": "interleaved", "interleave": 2})):
+    for memory, given in (("40%", {}), (1_450_000, {"schedule": "interleaved", "interleave": 2})):
         options: dict[str, Any] = {"pp": n, "memory": memory, **given}
         est = estimated(model, batch=2 * ROWS, **options)
         trainer = autotp.distribute(copy.deepcopy(model), microbatches=2, example_inputs=tokens(), **options)
@@ -113,7 +118,8 @@ def test_bytes_and_seconds_lie_between_none_and_full() -> None:
     plain, full, everything = (
         on_gpu(on_meta(), **options) for options in ({}, {"recompute": "full"}, {"memory": "100%"})
     )
-    assert everything.seconds == plain.seconds and everything.memory == plain.memory
+    assert everything.seconds == plain.seconds
+    assert everything.fullest.total == pytest.approx(plain.fullest.total, rel=0.005)
     text = message(lambda: on_gpu(on_meta(), memory="1%"))
     least = on_gpu(on_meta(), memory=text.partition('memory="')[2].partition('"')[0])
     kept = [est.fullest.activations + est.fullest.logits for est in (plain, least, full)]
@@ -129,27 +135,49 @@ def test_bytes_and_seconds_lie_between_none_and_full() -> None:
 
 
 def test_a_budget_in_bytes_is_what_the_fullest_moment_takes() -> None:
-    """Within a tenth of the memory that the estimate counts operator by operator."""
+    """The estimate reads the count of the budget."""
     for memory in ("70MB", "80MB", "90MB"):
         est = on_gpu(on_meta(), memory=memory)
         limit = float(memory[:-2]) * 1e6
-        assert est.budgets[0].needed <= limit and est.fullest.total == pytest.approx(est.budgets[0].needed, rel=0.1)
+        assert est.budgets[0].needed <= limit and est.fullest.total == pytest.approx(est.budgets[0].needed, rel=0.001)
 
 
 def test_nothing_fits_is_one_error_with_the_smallest_budget() -> None:
     """Of all stages of a pipeline."""
     text = message(lambda: on_gpu(on_meta(), pp=2, memory=1000))
-    needed = int(text.partition("try      memory=")[2].splitlines()[0])
-    assert "the rank needs at least" in text and "parameters, gradients and optimizer states" in text
-    assert max(stage.needed for stage in on_gpu(on_meta(), pp=2, memory=needed).budgets) <= needed
-    assert f"try      memory={needed}" in message(lambda: on_gpu(on_meta(), pp=2, memory=needed - 1))
+    needed = text.partition('try      memory="')[2].partition('"')[0]
+    assert "this rank needs at least" in text and "gradients, optimizer states and buffers" in text
+    limit = memory_limit(needed)
+    assert max(stage.needed for stage in on_gpu(on_meta(), pp=2, memory=needed).budgets) <= limit
+    less = int(limit - 2**20 / 50)  # The number is rounded up to a hundredth of a MiB.
+    assert f'try      memory="{needed}"' in message(lambda: on_gpu(on_meta(), pp=2, memory=less))
 
 
-def test_auto_is_nine_tenths_of_the_device() -> None:
-    est = on_gpu(on_meta(), memory="auto")
-    assert est.budgets[0].memory == int(0.9 * 80 * 2**30) and "memory=auto" in str(est.layout)
+FULL = "312TF 2TB/s 4GiB node=8x300GB/s net=25GB/s"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"tp": 2}, "zero-1": {"tp": 1, "dp": 2, "zero": 1}, "zero-3": {"tp": 1, "dp": 2, "zero": 3},
+    "stages": {"tp": 1, "pp": 2, "batch": 32}, "own-dtype": {"tp": 1, "dp": 2, "zero": 2, "dtype": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_fits_auto_fits_the_estimate(name: str) -> None:
+    """On a device on which it would not fit without a budget; and the budget uses nearly all of it."""
+    given: dict[str, Any] = {"gpu": FULL, "batch": 16, "micro_batch": 8, **LAYOUTS[name]}
+    plain = on_gpu(on_meta(), **given)
+    # As much memory as makes tensors short of what they would take: buffers and libraries are there in any case.
+    beside = plain.fullest.buffers + 2**30
+    gpu = replace(plain.device, memory=beside + 0.9 * (plain.fullest.reserved - beside))
+    assert not on_gpu(on_meta(), **given | {"gpu": gpu}).fits
+    est = on_gpu(on_meta(), **given | {"gpu": gpu}, memory="auto")
+    room = tensor_room(gpu, est.layout.axes)
+    assert est.budgets[0].memory == int(room) and "memory=auto" in str(est.layout)
+    assert est.fits and 0.8 * room < est.fullest.total <= room
+
+
+def test_auto_is_for_devices_with_memory_of_their_own() -> None:
     text = message(lambda: estimated(small(), memory="auto"))
-    assert 'memory="auto" on cpu-gloo, which shares its memory with other programs' in text
+    assert 'memory="auto" on a CPU, which shares its memory with other programs' in text
 
 
 def test_a_budget_stands_in_place_of_recompute() -> None:

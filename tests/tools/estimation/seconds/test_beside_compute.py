@@ -7,17 +7,14 @@ from dataclasses import replace
 import pytest
 
 from autotp.costs.hardware import KINDS
-from autotp.costs.links import RankGroup
+from autotp.costs.links import RankGroup, channels
 from autotp.tools.estimation.seconds.beside_compute import (
-    CHANNEL_BYTES,
-    buffer_bytes,
-    channels,
     link_free,
     run_beside,
     slowed,
 )
 
-A100, H100, CPU = KINDS["a100-80gb"], KINDS["h100-80gb"], KINDS["cpu-gloo"]
+A100, H100 = KINDS["a100-80gb"], KINDS["h100-80gb"]
 NODE, NETWORK, BOTH = RankGroup(size=8, stride=1), RankGroup(size=48, stride=8), RankGroup(size=16, stride=1)
 
 
@@ -72,8 +69,3 @@ def test_a_group_takes_the_channels_that_its_link_needs() -> None:
     assert [channels(group, A100) for group in (NODE, NETWORK, BOTH)] == [24, 2, 16]
     assert [channels(group, H100) for group in (NODE, NETWORK, BOTH)] == [24, 4, 24]
     assert slowed(11.0, NETWORK, replace(H100, units=44)) == pytest.approx(1.0)
-
-
-def test_buffers_are_those_of_channels() -> None:
-    assert buffer_bytes([NODE, NETWORK, RankGroup(size=1, stride=1)], A100) == pytest.approx(26 * CHANNEL_BYTES)
-    assert buffer_bytes([NODE], CPU) == 0
