@@ -108,6 +108,15 @@ CASES: dict[str, tuple[Attention, list[tuple[Any, ...]]]] = {
     "both sides, longer than a part": (Attention(2, after=9), [rows(), rows(24), rows(7)]),
     "after": (Attention(0, after=4), [rows(), rows(9)]),
     "slopes on both sides": (Attention(4, more="slopes", after=3), [rows(), rows(9)]),
+    "all later keys": (Attention(3, after=-1), [rows(), rows(7), rows(3, 3), rows(24)]),
+    "its own and all later keys": (Attention(0, after=-1), [rows(), rows(9)]),
+    "all earlier keys and some later ones": (Attention(-1, after=4), [rows(), rows(7), rows(3, 3), rows(24)]),
+    "slopes and all later keys": (Attention(3, more="slopes", after=-1), [rows(), rows(9)]),
+    "packed, all later keys": (Attention(3, after=-1), [documents(lengths) for lengths in LENGTHS]),
+    "packed slopes to both sides": (
+        Attention(more="slopes", after=-1),
+        [documents(lengths) for lengths in LENGTHS[:3]],
+    ),
     "packed, both sides": (Attention(3, after=4), [documents(lengths) for lengths in LENGTHS]),
     "packed sinks on both sides": (
         Attention(4, more="sinks", after=4),
