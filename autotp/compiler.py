@@ -471,7 +471,8 @@ def expect_typed(
         axes: `infer_axes(program.graph)`, if the caller has it.
     """
     captured = program.captured
-    layouts = {place: program.layouts[name] for place, name in captured.parameters.items()} | program.local_inputs
+    layouts = {place: program.layouts[name] for place, name in captured.parameters.items()}
+    layouts |= program.local_inputs | program.caches
     trainable = [*captured.parameters, *captured.inputs]
     return check(graph, program.graph, layouts, trainable, to, program.local_outputs, axes)
 
@@ -502,7 +503,8 @@ def rank_program(
     """
     module = _emitted(EMIT, graph, program, Site(settings=settings, device=device, groups=groups, seat=seat))
     captured = program.captured
-    sources: dict[str, str | Tensor] = {**captured.parameters, **captured.buffers, **captured.constants}
+    buffers = {place: name for place, name in captured.buffers.items() if place not in program.caches}
+    sources: dict[str, str | Tensor] = {**captured.parameters, **buffers, **captured.constants}
     read = {name: sources[name] for name in placeholders(graph) if name in sources}
     return RankProgram(
         module=module, parameters=captured.parameters,

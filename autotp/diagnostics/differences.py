@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +35,18 @@ RankTensors = dict[str, Tensor]
 """The tensors of a rank, or of one device: parameters and buffers by name, and inputs as `input 0`, ..."""
 
 
-def rank_tensors(model: nn.Module, layouts: Mapping[str, Layout], rank: int) -> RankTensors:
-    """Returns copies of the parameters' parts that a rank holds, and of the model's buffers."""
+def rank_tensors(
+    model: nn.Module, layouts: Mapping[str, Layout], rank: int, caches: Mapping[str, Layout] = MappingProxyType({})
+) -> RankTensors:
+    """Returns copies of the parameters' parts that a rank holds, and of the model's buffers.
+
+    Args:
+        layouts, caches: layouts of the parameters, and of the buffers that are cut, by name.
+    """
     parameters = {name: model.get_parameter(name) for name in layouts}
     parts = {n: layout.take(parameters[n].detach(), rank) for n, layout in layouts.items()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers |= {name: layout.take(buffers[name], rank) for name, layout in caches.items()}
     return {n: part.requires_grad_(parameters[n].requires_grad) for n, part in parts.items()} | buffers
 
 

@@ -107,7 +107,8 @@ def report(analysis: Program, model: str, first: fx.Graph | None = None, emitted
     ranks = [sum(math.prod(lay.local_shape(r)) * dtypes[n] for n, lay in layouts) for r in range(analysis.tp)]
     first = first or flat_graph(analysis, 0, "fast")
     count = traffic(first, analysis)
-    outputs = tuple(layout for _, layout in sorted(analysis.local_outputs.items()))
+    # Behind these come the new values of buffers.
+    outputs = tuple(x for i, x in sorted(analysis.local_outputs.items()) if i < analysis.outputs_before_buffers)
     everything = (*whole, *_unknown(analysis), *_needs_whole(analysis))
     return Plan(
         model, analysis.tp, cuts, everything, total, max(ranks), count, _along_sequence(analysis), outputs,

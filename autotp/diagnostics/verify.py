@@ -235,7 +235,9 @@ def run_ranks(trial: Trial, change: Edit = _unchanged) -> Ran[tuple[list[RankTen
             simulated(change(_copy_of(graph), i), ranks[i], analysis, trial.model, trial.settings, i % analysis.tp)
             for i, graph in enumerate(trial.graphs)
         ]
-        operands_of_ranks = [{name: rank[f"input {i}"] for i, name in enumerate(inputs)} for rank in ranks]
+        caches = {place: analysis.captured.buffers[place] for place in analysis.caches}
+        names = {**{name: f"input {i}" for i, name in enumerate(inputs)}, **caches}
+        operands_of_ranks = [{place: rank[name] for place, name in names.items()} for rank in ranks]
         rows = run_programs(programs, operands_of_ranks, analysis.options.cp)
         return rows[0], (ranks, rows)
 
@@ -297,7 +299,7 @@ def _inputs(trial: Trial) -> RankTensors:
 
 
 def _rank(trial: Trial, rank: int) -> RankTensors:
-    return rank_tensors(trial.model, trial.analysis.layouts, rank) | _inputs(trial)
+    return rank_tensors(trial.model, trial.analysis.layouts, rank, trial.analysis.layouts_of_caches) | _inputs(trial)
 
 
 def _returned(
@@ -376,6 +378,7 @@ def _buffers(
 ) -> list[Difference]:
     """Compares the buffers that the call changes, on one device or on a rank: in place, or as the last outputs."""
     names = [trial.analysis.captured.buffers[place] for place in trial.analysis.updated]
+    caches = trial.analysis.layouts_of_caches
     returned = dict(zip(names, zip(*(row[len(row) - len(names) :] for row in rank_outputs), strict=True), strict=True))
     rows = []
     # Buffers that forward assigns: `_set_to` has compared them.
@@ -387,8 +390,10 @@ def _buffers(
     }
     for name, whole in ((name, b) for name, b in model.named_buffers() if name in ranks[0] and name not in made):
         parts = list(returned.get(name, [rank[name] for rank in ranks]))
-        if name in returned or any(not _same(x, trial.model.get_buffer(name)) for x in (whole, *parts)):
-            rows.append(Difference(name, difference(whole, parts, Layout(tuple(whole.shape)), 1.0)))
+        before = trial.model.get_buffer(name)
+        if name in returned or any(not _same(x, before) for x in (whole, *(() if name in caches else parts))):
+            layout = caches.get(name) or Layout(tuple(whole.shape))
+            rows.append(Difference(name, difference(whole, parts, layout, 1.0)))
     return rows
 
 

@@ -97,10 +97,13 @@ class Reach:
     after: int = 0
 
     def around(self, arguments: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Returns the numbers of keys before and after, from the values of a call's arguments."""
+        """Returns the numbers of keys before and after, from the values of a call's arguments.
+
+        Without documents `query` is [batch seq heads width], and has as many positions as there are keys.
+        """
         sides = self.window, self.after
         if not self.longest:
-            return sides
+            return tuple(arguments["query"].shape[1] - 1 if side < 0 else side for side in sides)  # type: ignore[return-value]
         last = arguments[self.longest] - 1
         return tuple(last if side < 0 else side and torch.sym_min(side, last) for side in sides)  # type: ignore[return-value]
 

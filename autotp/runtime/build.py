@@ -82,13 +82,13 @@ def build(
     layouts = first.analysis.layouts
     parts = shard_parameters(model, layouts, place.rank, place, read(layouts) if read else {})
     adopt(model, classes, parts, Tree(place, settings), layouts)
-    executable_of(model).first(first)
     if replicas is not None:
         # So far each replica has the values of its own first rank: now all get those of the first replica.
         for tensor in (*model.parameters(), *model.buffers()):
             sent = broadcast_from_first(tensor.data, replicas)
             if tensor.layout is not torch.strided:  # Its elements are in other memory now.
                 tensor.data = sent
+    executable_of(model).first(first)  # Behind the broadcasts, of wholes: it cuts caches.
     parallel = watched(cast(ParallelModule, model))
     library().watch_calls()  # Last: libraries are asked about this model, too.
     return parallel

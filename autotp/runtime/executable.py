@@ -22,7 +22,7 @@ from autotp.attached import READ
 from autotp.compiler import analyse, warn_of_whole_sequences
 from autotp.distributed.agreement import agree
 from autotp.distributed.cut_tensors.cut_parameter import STAND_FOR_WHOLES, whole_operand
-from autotp.distributed.cut_tensors.sharded_tensor import Sharded, local_part
+from autotp.distributed.cut_tensors.sharded_tensor import CutOutput, Sharded, local_part, whole
 from autotp.distributed.device_arguments import to_device
 from autotp.distributed.mesh import Mesh, follow_first_numpy_state
 from autotp.distributed.peers.in_step import begin_call, end_call
@@ -166,7 +166,8 @@ class Executable:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.whole.items()}
         modules = self.module.named_modules(remove_duplicate=False)
         every = [(path, id(module), original_class(type(module))) for path, module in modules]
-        now = every, self.first_names, shapes, self.layouts
+        caches = {name: x.held for name, x in self.tensors().items() if isinstance(x, Sharded)}
+        now = every, self.first_names, shapes, self.layouts, caches
         if now != getattr(self, "structure", None):  # Otherwise keeps the old object: comparing it is fast.
             self.structure = now
 
@@ -338,7 +339,16 @@ class Executable:
         if entry.documents and not torch.compiler.is_compiling():
             for x, copy in zip(tensors, moved, strict=True):
                 READ.copied(x, copy)
-        return dict(zip(entry.analysis.captured.inputs, map(local_part, moved), strict=True))
+        operands = dict(zip(entry.analysis.captured.inputs, map(local_part, moved), strict=True))
+        return operands | {name: self._part_of_cache(entry, name) for name in entry.analysis.caches}
+
+    def _part_of_cache(self, entry: GraphEntry, placeholder: str) -> Tensor:
+        """Returns this rank's part of a buffer that a graph has cut."""
+        buffer = value_at(self.places[entry.analysis.captured.buffers[placeholder]])
+        if isinstance(buffer, Sharded):
+            part: Tensor = local_part(buffer)
+            return part
+        return entry.analysis.caches[placeholder].take(buffer, self.mesh.rank)  # `functional_call` puts wholes there.
 
     def _graph_inputs(self, captured: Captured, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Sequence[int]]]:
         """Returns a graph's input tensors (those of arguments, then those of attributes), and all shapes."""
@@ -382,9 +392,9 @@ class Executable:
         """
         with torch.no_grad():
             # In reverse: a buffer that was written to and then replaced comes twice, with its final value first.
-            updated = entry.updated
-            for name, value in reversed(list(zip(updated, results[len(results) - len(updated) :], strict=True))):
-                value_at(self.places[name]).copy_(value)
+            updated, first = entry.updated, len(results) - len(entry.updated)
+            for i, name in reversed(list(enumerate(updated, first))):
+                self._update(value_at(self.places[name]), results[i], entry.cut.get(i))
         results = list(results)
         for index, output in entry.cut.items():
             results[index] = output.of(results[index])
@@ -396,6 +406,15 @@ class Executable:
         if captured.changes:
             self._change(captured.changes, results, shapes)
         return captured.outputs(results, changed)
+
+    def _update(self, buffer: Tensor, value: Tensor, cut: CutOutput | None) -> None:
+        """Writes the new value of a buffer. cut: makes a cut tensor of this rank's part of it; None if it is whole"""
+        if isinstance(buffer, Sharded) and cut is not None:
+            buffer.part.copy_(value)
+        elif isinstance(buffer, Sharded):
+            buffer.write(value)
+        else:
+            buffer.copy_(value if cut is None else whole(cut.of(value)))
 
     def _change(self, changes: Sequence[AnyChange], results: Sequence[Any], shapes: Shapes) -> None:
         """Makes the changes that the original forward makes."""
@@ -602,10 +621,12 @@ class Executable:
         mesh, settings = self.mesh, self.tree.settings
         layouts: dict[int | Path, Layout] = {i: t.held for i, t in enumerate(called.tensors) if isinstance(t, Sharded)}
         layouts |= {place: x.held for place, x in everything(self.module) if isinstance(x, Sharded)}
+        cut_buffers = {name: x for name, x in self.tensors().items() if isinstance(x, Sharded)}
         call = CallState(
             autocast=called.autocast,
             layouts=self.layouts,
             cut_inputs=layouts,
+            cut_caches={name: replace(x.held, shape=tuple(x.shape)) for name, x in cut_buffers.items()},
             opened=self.opened,
             wanted=self._wanted(called.tensors, self.tensors()),
             values=KnownValues(self.read_places, outcomes, guesses=self.guesses),
@@ -621,6 +642,7 @@ class Executable:
         # The graph serves calls under other modes, too, so those of this call must not be in it.
         with alone():
             entry = agree(mesh, make, lambda made: made.facts(digest(made.analysis), mesh))
+            self._cut_caches(entry)
         return self.keep(self._key(called.leaves, called.spec, called.autocast, self.tensors()), entry)
 
     def _learns_numbers(self, key: Key) -> bool:
@@ -713,7 +735,7 @@ class Executable:
         """Returns a parameter or buffer on meta with the original's shape."""
         # An empty tensor of the whole's shape takes its strides, too.
         shape = self.layouts[name].shape if name in self.layouts else tensor.shape
-        has_shape = tuple(shape) == tuple(tensor.shape) and not isinstance(tensor, DTensor)
+        has_shape = tuple(shape) == tuple(tensor.shape) and not isinstance(tensor, DTensor | Sharded)
         empty = _empty_like(tensor) if has_shape else torch.empty(shape, dtype=tensor.dtype, device="meta")
         return nn.Parameter(empty, tensor.requires_grad) if name in self.layouts else empty
 
@@ -732,7 +754,22 @@ class Executable:
         """Keeps the graph that was captured when the model became parallel."""
         captured = entry.analysis.captured
         leaves, spec = flatten_call(*pytree.tree_unflatten(captured.leaves, captured.spec))
+        self._cut_caches(entry)
         self.keep(self._key(leaves, spec, captured.autocast, self.tensors()), entry)
+
+    def _cut_caches(self, entry: GraphEntry) -> None:
+        """Keeps this rank's part of each buffer that a graph has cut, in all places of the buffer."""
+        names = entry.analysis.layouts_of_caches
+        wholes = {name: x for name in names if not isinstance(x := value_at(self.places[name]), Sharded)}
+        for name, buffer in wholes.items():
+            cache = Sharded(names[name].take(buffer, self.mesh.rank), names[name], self.mesh)
+            for module in self.modules.values():
+                module._buffers.update({key: cache for key, x in module._buffers.items() if x is buffer})
+            for place in [place for place, x in everything(self.module) if x is buffer]:
+                put_at(self.modules, place, cache)
+        if wholes:
+            self.tree.version += 1
+            self.look_again()
 
     def keep(self, key: Key, made: GraphEntry) -> GraphEntry:
         """Keeps a graph for later calls; its blocks read their parameters from this model."""

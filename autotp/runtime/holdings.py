@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
 from autotp.options import CheckInputs
@@ -29,7 +30,7 @@ class Holdings:
         counted: the names that no earlier rank of the pipeline holds.
         saved: names in the original's state dict -> first names.
         shapes: first name -> the original's shape.
-        layouts: first name of a parameter -> its layout on the tensor-parallel ranks.
+        layouts: first name of a parameter, or of a buffer that is cut -> its layout on the tensor-parallel ranks.
         place: the tensor-parallel mesh.
         everyone: the mesh of all ranks that hold the model together.
         pipeline: the group of the ranks with other stages; None without a pipeline.
@@ -56,7 +57,7 @@ class Holdings:
     left_out: tuple[str, ...] = ()
 
     def layout(self, name: str) -> Layout:
-        """Returns the layout of a parameter or buffer; buffers are whole."""
+        """Returns the layout of a parameter or buffer."""
         return self.layouts.get(name) or Layout(self.shapes[name])
 
     def boxes(self, name: str, like: Tensor | None = None, first: bool = True) -> list[Box]:
@@ -103,17 +104,21 @@ def holdings_of(model: Any, call: str) -> Holdings:
     saved, local_shapes, beside, left_out = saved_names(
         inner
     )  # First: reading its state makes `fully_shard` free gathered parameters.
-    tensors, shapes = runner.tensors(), {name: layout.shape for name, layout in runner.layouts.items()}
-    for name in (name for name in tensors if name in runner.layouts):
-        expect_part(name, tensors[name], runner.layouts[name], runner.mesh)
+    tensors = runner.tensors()
+    caches = {name: x for name, x in tensors.items() if isinstance(x, Sharded)}
+    tensors |= {name: x.part for name, x in caches.items()}
+    layouts = runner.layouts | {name: replace(x.held, shape=tuple(x.shape)) for name, x in caches.items()}
+    for name in (name for name in tensors if name in layouts):
+        expect_part(name, tensors[name], layouts[name], runner.mesh)
     check = runner.tree.settings.check_inputs
-    replicated: tuple[tuple[Mesh, frozenset[str]], ...] = ((runner.mesh, uncut(tensors, runner.layouts)),)
+    replicated: tuple[tuple[Mesh, frozenset[str]], ...] = ((runner.mesh, uncut(tensors, layouts)),)
     # Ranks along these axes hold the same parts, so cut tensors are alike on them, too.
     for axis in (runner.mesh.sequence, runner.mesh.replicas):
         if axis is not None:
             replicated += ((axis, frozenset(tensors)),)
+    shapes = local_shapes | {name: layout.shape for name, layout in layouts.items()}
     return Holdings(
-        tensors, frozenset(tensors), saved, local_shapes | shapes, runner.layouts, runner.mesh, runner.mesh.everyone,
+        tensors, frozenset(tensors), saved, shapes, layouts, runner.mesh, runner.mesh.everyone,
         replica=runner.mesh.cp_rank, check=check, alike=replicated, beside=beside, left_out=left_out,
     )  # fmt: skip
 

@@ -23,7 +23,16 @@ from autotp.passes.plan.experts.experts import experts
 from autotp.passes.plan.hoist import hoist
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.passes.plan.match import match
-from autotp.passes.plan.outputs import layouts_of_outputs, layouts_of_parameters, makers, positions_that_stay
+from autotp.passes.plan.outputs import (
+    layouts_of_caches,
+    layouts_of_outputs,
+    layouts_of_parameters,
+    makers,
+    new_values,
+    note_on_caches,
+    positions_that_stay,
+    with_cut_caches,
+)
 from autotp.passes.plan.propagate import needs_grad, propagate
 from autotp.passes.plan.sequence.sequence_parallel import sequence_parallel
 from autotp.passes.plan.user_cuts import Choices
@@ -103,6 +112,15 @@ def matched(p: ProgramWithAxes) -> ProgramWithCandidates:
 
 def decided(p: ProgramWithCandidates) -> ProgramWithDecision:
     """Returns the program with the decision what is cut."""
+    program = _with_cuts(p)
+    # `distribute` splits a batch into parts, which share no cache; a loop of training reads buffers on one rank.
+    if p.call.training or p.options.summed or p.tp == 1:
+        return program
+    return replace(program, decision=with_cut_caches(p.graph, p.axes, program.decision, p.updated))
+
+
+def _with_cuts(p: ProgramWithCandidates) -> ProgramWithDecision:
+    """Returns the program with the cuts of operators and parameters."""
     graph, captured = p.graph, p.captured
     if p.call.layouts is None:
         total = sum(n.meta["val"].numel() for n in graph.nodes if n.name in captured.parameters)
@@ -114,6 +132,7 @@ def decided(p: ProgramWithCandidates) -> ProgramWithDecision:
         return p.with_facts(ProgramWithDecision, candidates=allowed, decision=decision)
     # A further graph of a model whose parameters are cut: the cuts have to give each rank the parts that it has.
     stored = {place: p.call.layouts[name] for place, name in captured.parameters.items()} | p.local_inputs
+    stored |= p.local_caches
     places = {node: stored[node.name] for node in graph.nodes if node.op == "placeholder" and node.name in stored}
     return p.with_facts(ProgramWithDecision, decision=choose_as(p.axes, p.candidates, places, p.tp))
 
@@ -162,5 +181,15 @@ def with_layouts(p: ProgramWithPlacements) -> Program:
         layouts = dict(p.call.layouts)
     else:
         layouts = layouts_of_parameters(p.graph, p.axes, p.decision, p.captured.parameters, p.tp)
+    caches = layouts_of_caches(p.graph, p.axes, p.decision, p.captured.buffers, p.tp) | p.local_caches
     local = layouts_of_outputs(p.graph, p.stay, p.axes, p.have, p.tp)
-    return p.with_facts(Program, layouts=layouts, local_outputs=local)
+    first = len(returned(p.graph)) - len(p.updated)
+    cached = {first + i: caches[name] for i, name in enumerate(p.updated) if name in caches}
+    new = layouts_of_outputs(p.graph, list(cached), p.axes, p.have, p.tp)
+    # A cache keeps its cut: a new value that is cut otherwise is gathered.
+    local |= {
+        i: layout for i, layout in new.items() if (layout.dim, layout.pieces) == (cached[i].dim, cached[i].pieces)
+    }
+    note = note_on_caches(new_values(p.graph, p.updated), p.captured.buffers, caches, p.decision, p.have)
+    notes = {**p.notes, **note}
+    return replace(p, notes=notes).with_facts(Program, layouts=layouts, local_outputs=local, caches=caches)

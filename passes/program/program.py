@@ -22,6 +22,7 @@ from autotp.passes.plan.candidate import Candidate
 from autotp.passes.plan.choose import Decision
 from autotp.passes.plan.infer_axes import Axes
 from autotp.passes.plan.propagate import Have
+from autotp.rules.call import returned
 from autotp.sharding.layout import Layout
 
 P = TypeVar("P", bound="CapturedProgram")
@@ -35,6 +36,7 @@ class CallState:
         autocast: the settings of autocast around the model.
         layouts: the layouts of parameters that are cut already, for a further graph; None for a model's first graph.
         cut_inputs: layouts of inputs that are cut: by place among the arguments' tensors, or by path of an attribute.
+        cut_caches: layouts of buffers that are cut, by first name.
         opened: the attributes that change from call to call.
         wanted: the answers to the model's questions about gradients.
         rows: places, among the arguments' tensors, of those with the rows of a batch; None: those as long as the first.
@@ -47,6 +49,7 @@ class CallState:
     autocast: Autocast = OFF
     layouts: Mapping[str, Layout] | None = None
     cut_inputs: Mapping[int | Path, Layout] = field(default_factory=dict)
+    cut_caches: Mapping[str, Layout] = field(default_factory=dict)
     opened: Opened = NOTHING_OPENED
     wanted: GradientsWanted = ALWAYS
     rows: frozenset[int] | None = None
@@ -130,6 +133,13 @@ class CapturedProgram:
         return {n: replace(how, shape=shapes[n]) for n, how in self.cut_inputs.items() if n in shapes}
 
     @property
+    def local_caches(self) -> dict[str, Layout]:
+        """Placeholder name -> layout of a buffer that is cut already."""
+        cut, names = self.call.cut_caches, self.captured.buffers
+        return {n.name: cut[names[n.name]] for n in self.graph.find_nodes(op="placeholder")
+                if names.get(n.name) in cut}  # fmt: skip
+
+    @property
     def sources(self) -> frozenset[fx.Node]:
         """The nodes that may require a gradient: parameters and inputs."""
         return self.sources_of(self.graph)
@@ -189,7 +199,19 @@ class Program(ProgramWithPlacements):
     Attributes:
         layouts: parameter name -> layout.
         local_outputs: position -> layout, for outputs that stay cut.
+        caches: placeholder name -> layout, for buffers that are cut.
     """
 
     layouts: dict[str, Layout]
     local_outputs: dict[int, Layout]
+    caches: dict[str, Layout]
+
+    @property
+    def outputs_before_buffers(self) -> int:
+        """The number of outputs before the new values of buffers."""
+        return len(returned(self.graph)) - len(self.updated)
+
+    @property
+    def layouts_of_caches(self) -> dict[str, Layout]:
+        """Buffer name -> layout, for buffers that are cut."""
+        return {self.captured.buffers[place]: layout for place, layout in self.caches.items()}

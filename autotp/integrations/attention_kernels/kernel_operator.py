@@ -4,6 +4,11 @@
 
 On a GPU the operator calls the kernel with this rank's heads and tokens, and autograd records what the kernel records.
 On a CPU, and for a part without heads or tokens, it computes the same by products (`packed.py`).
+
+NOTE [Mirrored]
+A kernel takes the last query for that at the last key. So a part of the queries that reads keys behind it by their
+distance is followed by as many queries of zeros as there are such keys (`packed_rows.py`). Where all later keys are
+read, queries and keys in the opposite order read earlier ones, and need as many as a window has, or fewer.
 """
 
 from __future__ import annotations
@@ -87,7 +92,7 @@ def _attention_kernel(
         before, after: how many keys before and after its own position a query reads; -1 for all.
         function: the kernel, as `function_named` reads it.
         settings: all its arguments that are plain values, as the text of a dict: `chunk_of` reads one more there.
-        start: where this rank's part of the queries begins; None if it has all queries.
+        start: where this rank's part of the queries begins; None if it has all queries. NOTE [Mirrored]
         near: the number of all keys, if keys and values are only those that some of these queries see.
 
     Raises:
@@ -97,7 +102,17 @@ def _attention_kernel(
     expect_no_longer(query_ends, longest_query)
     expect_no_longer(key_ends, longest_key)
     if start is not None:
-        *operands, rows = read_by_part(query, key, value, query_ends, key_ends, after, start, near)
+        places = after > 0 or (after < 0 and (before >= 0 or slopes is not None))
+        if places and after < 0 and query_ends is None and not isinstance(query, FakeTensor):
+            mirrored = (key.shape[1] if near is None else near) - query.shape[1] - start
+            if before >= 0 or start < mirrored:
+                flipped = [x.flip(1) for x in (query, key, value)]
+                output, totals = KERNEL(
+                    *flipped, None, None, slopes, sinks, longest_query, longest_key, scale, after, before, softcap,
+                    dropout_p, function, _mirrored(settings), mirrored, near,
+                )  # fmt: skip
+                return output.flip(1), totals.flip(2)
+        *operands, rows = read_by_part(query, key, value, query_ends, key_ends, after, start, near, places)
         how = longest_query, longest_key, scale, before, after, softcap, dropout_p, function, settings
         output, totals = KERNEL(*operands, slopes, sinks, *how)
         return first_rows(output, totals, rows)
@@ -117,6 +132,13 @@ def _attention_kernel(
         return result
     tensors = query, key, value, query_ends, key_ends, slopes, sinks, longest_query, longest_key
     return _by_kernel(function, dict(zip(NAMES, tensors, strict=True)), ast.literal_eval(settings))
+
+
+def _mirrored(settings: str) -> str:
+    """Returns the settings of a kernel for queries and keys in the opposite order."""
+    values = ast.literal_eval(settings)
+    sides = values.get("window_size")
+    return settings if sides is None else repr({**values, "window_size": type(sides)(reversed(sides))})
 
 
 @torch.library.impl("autotp::dropped_attention_kernel", "CompositeImplicitAutograd")

@@ -53,12 +53,12 @@ def kernel_rule(call: Call) -> Rule:
 
 def _mark_of_queries(call: Call) -> str:
     """Returns the mark of the factor of the queries; "^" where a part of them would need other keys."""
-    reads_all_keys = (call["before"], call["after"]) == (-1, -1) and not chunk_of(call["settings"])
+    chunk = chunk_of(call["settings"])
+    reads_all_keys = (call["before"], call["after"]) == (-1, -1) and not chunk and call["slopes"] is None
     if reads_all_keys and call["query_ends"] is None:
-        return "" if call["slopes"] is None else "^"
+        return ""
     same_tokens = may_be_same_documents(*(call[name] for name in ("query", "key", "query_ends", "key_ends")))
-    bounded = call["after"] == 0 or (call["after"] > 0 and not chunk_of(call["settings"]))
-    return "!" if (reads_all_keys and call["slopes"] is None) or (bounded and same_tokens) else "^"
+    return "!" if reads_all_keys or (same_tokens and (call["after"] == 0 or not chunk)) else "^"
 
 
 def kernel_reach(call: Call) -> Reach | None:
@@ -75,7 +75,7 @@ def kernel_reach(call: Call) -> Reach | None:
         return Reach(-1 if chunk else before, "longest_query", "query_ends", after=after)
     if chunk and not packed:
         return Reach(chunk - 1, chunk=chunk)
-    return Reach(before, after=after) if min(before, after) >= 0 and not chunk else None
+    return Reach(before, after=after) if (before >= 0 or after > 0) and not chunk else None
 
 
 def kernel_zigzag(call: Call) -> Any:

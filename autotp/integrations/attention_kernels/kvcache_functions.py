@@ -5,8 +5,8 @@
     k_cache[rows, lengths + arange(new)] = k            and v, by torch's own operators
     y, _ = attention_with_cache(q, k_cache, v_cache, lengths + new, ...)
 
-So who holds the cache decides where it lies: that of an attribute of a module has this rank's heads, an argument or a
-buffer is whole. On a GPU the operator calls the function, without new keys. It has no gradient, as the function.
+So who holds the cache decides where it lies: that of an attribute or buffer of a module has this rank's heads, an
+argument is whole. On a GPU the operator calls the function, without new keys. It has no gradient, as the function.
 """
 
 from __future__ import annotations

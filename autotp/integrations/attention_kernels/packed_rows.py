@@ -59,7 +59,7 @@ class PartOfRows(NamedTuple):
 
 
 def read_by_part(
-    query: Any, key: Any, value: Any, query_ends: Any, key_ends: Any, after: int, start: Any, near: Any
+    query: Any, key: Any, value: Any, query_ends: Any, key_ends: Any, after: int, start: Any, near: Any, places: bool
 ) -> PartOfRows:
     """Returns the operands for the queries from `start` on.
 
@@ -69,11 +69,12 @@ def read_by_part(
         query_ends, key_ends: of packed rows, those of all queries; None for a batch.
         after: how many keys after its own position a query reads; -1 for all.
         near: the number of all keys, if `key` and `value` are only those that some of these queries see; else None.
+        places: whether a query reads a later key by its distance.
     """
     dim = query.dim() - 3
     rows = query.shape[dim]
     stop = start + rows
-    if (after >= 0 or near is not None) and query_ends is not None:
+    if (places or after == 0 or near is not None) and query_ends is not None:
         _expect_same_documents(query_ends, key_ends)
     if near is not None:
         size, documents = near, read_documents(query_ends, near)
@@ -85,7 +86,7 @@ def read_by_part(
     first = end - key.shape[dim] if near is not None else 0
     if near is None and after >= 0:
         key, value = key.narrow(dim, 0, end), value.narrow(dim, 0, end)
-    if after > 0 and not isinstance(query, FakeTensor):  # Of which only the sizes of results are asked.
+    if places and not isinstance(query, FakeTensor):  # Of which only the sizes of results are asked.
         # A kernel takes the last query of a document for that at its last key. So where keys come after this rank's
         # queries, as many queries of zeros do, and their results are left out.
         query = F.pad(query, (0, 0, 0, 0, 0, end - stop))

@@ -5,7 +5,6 @@ Nothing here imports transformers before the user has.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -16,35 +15,17 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.attached import attach, attached_if_any, detach
 from autotp.distributed.agreement import Fact, agree, compare
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.gather import gather_all
-from autotp.distributed.mesh import Mesh, broadcast_from_first, follow_first_random_state, waiting
+from autotp.distributed.mesh import Mesh, broadcast_from_first, follow_first_random_state, group_of, waiting
 from autotp.errors import Error, within
 from autotp.integrations.transformers.caches import is_state
+from autotp.integrations.transformers.pages.attention_to_pages import is_pages, pages_of, undivided_pages
 from autotp.integrations.transformers.sampling import EXCLUDED, CutScores, FewScores
-
-ATTENTION, PAGED = "transformers.modeling_utils", "paged|"
-
-
-@contextmanager
-def without_pages() -> Iterator[None]:
-    """A region in which attention that reads pages of continuous batching raises Error."""
-    interface: Any = getattr(sys.modules.get(ATTENTION), "AttentionInterface", None)
-    functions = {} if interface is None else interface._global_mapping
-    refusing = {name: partial(_refuse_pages, name) for name in functions if name.startswith(PAGED)}
-    with patch.dict(functions, refusing):
-        yield
-
-
-def _refuse_pages(name: str, *_: Any, **__: Any) -> Any:
-    raise Error(
-        f'attn_implementation="{name}" reads pages of continuous batching, which a parallel model does not have',
-        fix=f'attn_implementation="{name.removeprefix(PAGED)}", and model.generate(**inputs)',
-    )
-
 
 # ---- generate
 
@@ -101,13 +82,44 @@ class Generates:
 
         return within(f"{type(self).__name__}.generate", run)
 
-    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises Error: pages of a cache are in an object that transformers' own thread changes."""
-        raise Error("continuous batching of a parallel model is not supported yet", fix="model.generate(**inputs)")
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns transformers' manager of continuous batching: all ranks call this; the first one's requests count.
 
-    continuous_batching_context_manager = init_continuous_batching = generate_batch
+        Raises:
+            Error: transformers would not divide the heads of its pages as the model's are.
+        """
+        inherited, mesh = super().init_continuous_batching, self.mesh  # type: ignore[misc]
+        if mesh.everyone.size == 1:
+            return inherited(*args, **kwargs)
+        if problem := undivided_pages(self, mesh.size) or ("sequences are cut over cp" if mesh.cp > 1 else ""):
+            raise Error(f"continuous batching of a parallel model: {problem}", fix="model.generate(**inputs)")
+        # By this mesh transformers divides the heads of its pages, and sends what the first rank schedules.
+        ranks = DeviceMesh.from_group(group_of(mesh), mesh.device.type, mesh_dim_names=("tp",))
+        with patch.object(self, "_device_mesh", ranks, create=True):
+            return inherited(*args, **kwargs)
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the same as `generate_batch` of the original model, on every rank: continuous batching.
+
+        Raises:
+            Error: as `init_continuous_batching`, or a request has failed.
+        """
+        inherited = super().generate_batch  # type: ignore[misc]
+
+        def run() -> Any:
+            results = [inherited(*args, **kwargs)]
+            if self.mesh.size > 1:  # transformers has them where the requests are.
+                torch.distributed.broadcast_object_list(results, group=group_of(self.mesh), group_src=0)
+            if errors := [result.error for result in results[0].values() if result.error is not None]:
+                raise Error(f"{len(errors)} requests failed: {errors[0]}", fix="what transformers has logged")
+            return results[0]
+
+        return within(f"{type(self).__name__}.generate_batch", run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_pages(kwargs.get("cache")):
+            with pages_of(kwargs.pop("cache")):
+                return super().__call__(*args, **kwargs)  # type: ignore[misc]
         decoding = attached_if_any(self, Decoding)
         if decoding is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]

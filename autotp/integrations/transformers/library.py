@@ -20,7 +20,8 @@ from autotp.integrations.loops import (
     trl_heads,
 )
 from autotp.integrations.loops.after_import import after_import, change_all
-from autotp.integrations.transformers import adapters, caches, generation, masks, overrides, quantized, spec_augment
+from autotp.integrations.transformers import adapters, caches, masks, overrides, quantized, spec_augment
+from autotp.integrations.transformers.pages.attention_to_pages import add_pages, pages_in_operators
 from autotp.model_library import ModelLibrary
 from autotp.options import COLUMNS, ROWS
 from autotp.rules.common import entire
@@ -65,6 +66,7 @@ class Transformers(ModelLibrary):
         """Adds the operators that transformers registers, and those that stand for numpy's and scipy's work."""
         rows = {loaded_operator(name): row for name, row in ROWS_BY_NAME.items()}
         add_rows({op: row for op, row in rows.items() if op is not None})
+        add_pages()
         super().add_operators()
 
     def cut_along(self, style: str) -> str | int | None:
@@ -155,10 +157,10 @@ class Transformers(ModelLibrary):
     def during_capture(self, exactly: bool, looks: bool) -> Iterator[None]:
         """Attention leaves out the masks that it leaves out on one device, where this makes a difference.
 
-        Masks of SpecAugment, and assignments of scipy, are operators. Attention to pages is refused.
+        Masks of SpecAugment, and assignments of scipy, are operators. attention to pages is one.
         """
         with (
-            generation.without_pages(), masks.as_on_one_device(exactly, looks), spec_augment.masks_as_operators(),
+            pages_in_operators(), masks.as_on_one_device(exactly, looks), spec_augment.masks_as_operators(),
             scipy_assignment.assignments_as_operators(), super().during_capture(exactly, looks),
         ):  # fmt: skip
             yield

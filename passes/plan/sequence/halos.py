@@ -127,7 +127,7 @@ class _Halos:
             carry(self.builder.copy(node), node, self.axes, self.new_axes, self.decision, self.new)
             return
         dim = _sequence(node, self.axes, leaf)
-        (before, after), ends = self._around(node, reach), arguments_of(node).get(reach.ends)
+        (before, after), ends = self._around(node, reach, dim), arguments_of(node).get(reach.ends)
         operands = self.axes.bound[node].operands
         read = {
             i: self._nearby(operands[i], leaf, (dim, before, ends and self.builder.env[ends], reach.chunk, after))
@@ -138,16 +138,19 @@ class _Halos:
         visit(copy, self.new_axes)
         self.new.cuts[copy] = leaf
 
-    def _around(self, node: fx.Node, reach: Reach) -> Any:
+    def _around(self, node: fx.Node, reach: Reach, dim: int | None) -> Any:
         """Returns the numbers of keys before and after its own that a query reads, or nodes that compute them."""
         longest = self.builder.map(arguments_of(node).get(reach.longest))
+        sides = reach.window, reach.after
+        if not reach.longest and min(sides) < 0:
+            assert dim is not None
+            longest = self.builder.size(self.builder.env[self.axes.bound[node].operands[0]], dim)
         if not isinstance(longest, fx.Node):
             return reach.around(call_of(node).arguments)
         last = self.builder.call(operator.sub, longest, 1)
-        return [
-            last if side < 0 else side and self.builder.call(torch.sym_min, side, last)
-            for side in (reach.window, reach.after)
-        ]
+        if not reach.longest:
+            return [last if side < 0 else side for side in sides]
+        return [last if side < 0 else side and self.builder.call(torch.sym_min, side, last) for side in sides]
 
     def _nearby(self, operand: fx.Node, leaf: Axis, where: tuple[Any, ...]) -> fx.Node:
         key = (operand, *where)

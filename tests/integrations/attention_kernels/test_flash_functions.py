@@ -115,12 +115,10 @@ CALLS: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
     "packed log-sum-exp": (Attention("flash_attn_varlen_func", return_attn_probs=True), documents(LENGTHS[0])),
     "packed joined": (Attention("flash_attn_varlen_qkvpacked_func", groups=4, **CAUSAL), documents(LENGTHS[0])),
     "packed joined keys": (Attention("flash_attn_varlen_kvpacked_func", **CAUSAL), documents(LENGTHS[0])),
-}
-WHOLE_OVER_CP = {
     "slopes to both sides": (WithSlopes(), rows()),
     "window without an end": (Attention(window_size=(2, -1)), rows()),
+    "packed slopes to both sides": (WithSlopes("flash_attn_varlen_func"), documents(LENGTHS[0])),
 }
-"""Calls in which a part of the queries reads all later keys, by their distance."""
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (3, 1), (1, 2), (2, 3)])
@@ -136,17 +134,16 @@ def test_each_function_is_cut_by_heads_and_along_tokens(name: str, tp: int, cp: 
     assert tp == 1 or cp > 1 or "@tp" in text
 
 
-@pytest.mark.parametrize("name", WHOLE_OVER_CP)
-def test_what_a_part_cannot_compute_is_whole_over_cp_and_listed(name: str) -> None:
-    model, inputs = WHOLE_OVER_CP[name]
-    report = compare_calls(model.double(), (inputs, {}), 2, Options(cp=2))
-    assert report.ok and "it needs whole sequences" in str(report.plan)
+def test_what_a_part_cannot_compute_is_whole_over_cp_and_listed() -> None:
+    """Only the kernel knows the mask of its dropout."""
+    plan = autotp.explain(Attention(dropout_p=0.5), 1, cp=2, cp_attention="gather", example_inputs=rows())
+    assert "it needs whole sequences" in str(plan), str(plan)
 
 
-@pytest.mark.parametrize("name", {**CALLS, **WHOLE_OVER_CP})
+@pytest.mark.parametrize("name", CALLS)
 def test_the_operator_computes_what_the_function_computes(name: str) -> None:
     """The operator of the graph beside the package's own function, with its gradients."""
-    model, inputs = {**CALLS, **WHOLE_OVER_CP}[name]
+    model, inputs = CALLS[name]
     parallel = autotp.parallelize(copy.deepcopy(model).double(), tp=1, example_inputs=inputs)
     model.double().zero_grad()
     outputs = [call(*inputs) for call in (model, parallel)]

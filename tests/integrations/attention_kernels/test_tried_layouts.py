@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import kernel_packages
 import pytest
 import torch
+from kernel_packages import flash_attn, flash_attn_interface
 from ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
 
 import autotp
 
@@ -21,13 +23,36 @@ EQUAL = "equal"
 VOCAB = 48
 
 
+def around_kernel(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **settings: Any) -> Any:
+    """A user's function around a kernel."""
+    operands = (x.transpose(1, 2) for x in (query, key, value))
+    return flash_attn.flash_attn_func(*operands, causal=True, softmax_scale=settings["scaling"]), None
+
+
+def of_torch(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **settings: Any) -> Any:
+    """A user's function of torch's operators."""
+    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
+    scores = query @ key.transpose(-2, -1) * settings["scaling"]
+    earlier = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    return (scores.masked_fill(~earlier, float("-inf")).softmax(-1) @ value).transpose(1, 2), None
+
+
+REGISTERED = {"a function around a kernel": around_kernel, "a function of torch's operators": of_torch}
+"""Row of the table -> what is registered with transformers' `AttentionInterface`."""
+
+
 def llama(attention: str) -> nn.Module:
     torch.manual_seed(0)
+    if attention in REGISTERED:
+        transformers.AttentionInterface.register("mine", REGISTERED[attention])
+        attention = "mine"
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCAB, max_position_embeddings=64, attn_implementation=attention, pad_token_id=0,
     )  # fmt: skip
-    with kernel_packages.usable_in_transformers():
+    hub = patch("transformers.integrations.hub_kernels.get_kernel", lambda name, **which: flash_attn_interface)
+    available = patch("transformers.integrations.hub_kernels.is_kernels_available", lambda: True)
+    with hub, available, kernel_packages.usable_in_transformers():
         return transformers.LlamaForCausalLM(config)
 
 
@@ -111,4 +136,5 @@ def test_attention_is_that_of_one_device_where_the_page_says_so(attention: str, 
 
 
 def test_the_page_has_each_way() -> None:
-    assert all(list(row) == list(WAYS) for row in table().values()) and {"sdpa", "eager"} <= table().keys()
+    assert all(list(row) == list(WAYS) for row in table().values())
+    assert {"sdpa", "eager", *REGISTERED} <= table().keys()

@@ -108,6 +108,15 @@ CASES: dict[str, tuple[Attention, list[tuple[Any, ...]]]] = {
     "both sides, longer than a part": (Attention(2, after=9), [rows(), rows(24), rows(7)]),
     "after": (Attention(0, after=4), [rows(), rows(9)]),
     "slopes on both sides": (Attention(4, more="slopes", after=3), [rows(), rows(9)]),
+    "all later keys": (Attention(3, after=-1), [rows(), rows(7), rows(3, 3), rows(24)]),
+    "its own and all later keys": (Attention(0, after=-1), [rows(), rows(9)]),
+    "all earlier keys and some later ones": (Attention(-1, after=4), [rows(), rows(7), rows(3, 3), rows(24)]),
+    "slopes and all later keys": (Attention(3, more="slopes", after=-1), [rows(), rows(9)]),
+    "packed, all later keys": (Attention(3, after=-1), [documents(lengths) for lengths in LENGTHS]),
+    "packed slopes to both sides": (
+        Attention(more="slopes", after=-1),
+        [documents(lengths) for lengths in LENGTHS[:3]],
+    ),
     "packed, both sides": (Attention(3, after=4), [documents(lengths) for lengths in LENGTHS]),
     "packed sinks on both sides": (
         Attention(4, more="sinks", after=4),
@@ -524,12 +533,10 @@ def test_auto_compares_an_exchange_of_heads_with_the_keys_that_queries_see() -> 
     assert bool(called(longer, collectives.halo)) != bool(called(longer, collectives.all_to_all))
 
 
-@pytest.mark.parametrize("window", [(-1, 1), (2, -1)], ids=str)
-def test_keys_without_a_bound_are_gathered(window: tuple[int, int]) -> None:
-    assert not called(program(Attention(window[0], after=window[1]), rows()).graph, collectives.halo)
-    model = Attention(window[0], "varlen", after=window[1])
-    has_bound = window[1] >= 0  # A document bounds what is before a query.
-    assert bool(called(program(model, documents([6, 3, 11])).graph, collectives.halo)) == has_bound
+@pytest.mark.parametrize(("window", "after"), [(-1, -1), (-1, 0)], ids=str)
+def test_keys_without_a_bound_are_gathered(window: int, after: int) -> None:
+    """On both sides, or before queries of which all ranks have equal work."""
+    assert not called(program(Attention(window, after=after), rows()).graph, collectives.halo)
 
 
 def halo_with(graph: fx.Graph, **places: Any) -> None:
@@ -587,7 +594,7 @@ def test_check_refuses_another_halo(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_check_refuses_a_plan_that_reads_fewer_keys_than_queries_see(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan and the rank's graph agree, and attention says that its window is longer."""
     model, (batch, *_) = CASES["packed window"]
-    monkeypatch.setattr(halos._Halos, "_around", lambda self, node, reach: (3, 0))
+    monkeypatch.setattr(halos._Halos, "_around", lambda *_: (3, 0))
     with pytest.raises(autotp.Error, match="reads `halo`"):
         program(model, batch)
 
