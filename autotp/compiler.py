@@ -99,7 +99,7 @@ def _cuts_sequences(options: Options) -> bool:
 
 
 def _sorts_rows(options: Options) -> bool:
-    return options.experts == "expert" or options.ep > 1
+    return options.experts == "expert" or options.ep > 1 or options.capacity is not None
 
 
 CANONICALIZE = (
@@ -162,6 +162,7 @@ EMIT = (
     # `bind` is first because the next two take a bound graph, and `python_calls` last because all others ask what an
     # operator is. `recompute` makes a module of the graph.
     Pass("emit", "bind", emitted.bound),
+    Pass("emit", "count_load", emitted.counting, _is_summed),
     Pass("emit", "late_sums", lambda p, site, graph: late_sums(graph), _unless_left_out("late_sums")),
     Pass("emit", "recompute", emitted.as_module),
     Pass("emit", "python_calls", lambda p, site, module: call_python(module)),

@@ -17,7 +17,7 @@ from autotp.passes.pipeline.row_independence import expect_rows, expect_sums
 from autotp.passes.plan.choose import choose, choose_as
 from autotp.passes.plan.decouple import decouple
 from autotp.passes.plan.experts.expert_parallel import described, expert_parallel
-from autotp.passes.plan.experts.experts import experts
+from autotp.passes.plan.experts.experts import experts, of_host
 from autotp.passes.plan.hoist import hoist
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.passes.plan.match import match
@@ -53,9 +53,13 @@ def with_independent_rows(p: ProgramWithAxes) -> ProgramWithAxes:
 
 def with_experts(p: ProgramWithAxes) -> ProgramWithAxes:
     """Returns the program in which each rank computes the rows of its experts."""
+    options = p.options
+    by_width = options.experts == "width" and options.ep == 1
     # Under `ep` experts that do not divide are an error, of the pass `expert_parallel`.
-    graph, axes = experts(p.graph, p.axes, p.captured.parameters, p.tp if p.options.ep == 1 else 1)
-    return replace(p, graph=graph, axes=axes)
+    tp = p.tp if options.ep == 1 else 1
+    graph, axes = experts(p.graph, p.axes, p.captured.parameters, tp, options.capacity, by_width)
+    notes = {} if options.capacity is None else {"experts": of_host(options.capacity)}
+    return replace(p, graph=graph, axes=axes, notes={**p.notes, **notes})
 
 
 def with_expert_parallelism(p: ProgramWithAxes) -> ProgramWithAxes:

@@ -6,7 +6,8 @@
 
 The operators between dispatch and combine work on each row by itself. A rank that holds two experts computes the rows
 of these experts only, and the result of its `combine` is a partial sum. The same holds for products of groups of rows
-(`grouped_mm`).
+(`grouped_mm`). With a capacity, `p` are slots, `take` fills them, and experts that are cut by width stay an axis that
+cannot be cut (`own`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.errors import Error
+from autotp.ops.experts import exchange
 from autotp.ops.experts import rows as routing
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.candidate import contracts, root
@@ -31,6 +34,21 @@ from autotp.sharding.axis import Axis, Size, find
 aten = torch.ops.aten
 
 
+NO_EXPERTS = (
+    "no layer has experts that rows choose from: stacks of weights, as transformers' "
+    'experts_implementation="grouped_mm" reads them'
+)
+
+
+def of_host(capacity: float | None) -> str:
+    """Returns what the plan says of sizes: whether a layer waits for the device, which CUDA graphs cannot record."""
+    if capacity is None:
+        return "the host reads the counts of each layer once, so CUDA graphs cannot record them"
+    return (
+        f"capacity={capacity}: an expert drops rows, and the host reads no counts, so CUDA graphs can record the layers"
+    )
+
+
 @dataclass
 class Routed:
     """Rows that are routed to experts.
@@ -41,6 +59,7 @@ class Routed:
         grouped: whether the rows are in the experts' order already.
         reads: the nodes that read the experts' weights: for each row (`index`), or for groups of rows.
         inside: the nodes between dispatch and combine: `reads`, and operators on their rows.
+        by_width: whether experts are no axis that can be cut.
     """
 
     chosen: fx.Node
@@ -48,18 +67,35 @@ class Routed:
     grouped: bool
     reads: list[fx.Node] = field(default_factory=list)
     inside: set[fx.Node] = field(default_factory=set)
+    by_width: bool = False
 
 
-def experts(graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int) -> tuple[fx.Graph, Axes]:
+def experts(
+    graph: fx.Graph,
+    axes: Axes,
+    parameters: Collection[str],
+    tp: int,
+    capacity: float | None = None,
+    by_width: bool = False,
+) -> tuple[fx.Graph, Axes]:
     """Returns the same function with rows in the experts' order, if `tp` divides the number of experts; and its axes.
 
     Args:
         parameters: placeholder names of the parameters.
+        capacity: a factor: rows for which their expert has no slot are dropped: NOTE [Capacity].
+        by_width: with a capacity, whether experts are no axis that can be cut, also if `tp` divides their number.
+
+    Raises:
+        Error: with a capacity, no rows choose experts.
     """
-    routed_rows = _routed(graph, axes, parameters, tp)
+    routed_rows = _routed(graph, axes, parameters, tp if capacity is None else 1)
+    if not routed_rows and capacity is not None:
+        raise Error(f"capacity={capacity}, and {NO_EXPERTS}", fix="capacity=None")
     if not routed_rows:
         return graph, axes
-    rewriting = _Rewriting(graph, axes, routed_rows)
+    for routed in routed_rows:
+        routed.by_width = capacity is not None and (by_width or routed.number % tp != 0)
+    rewriting = _Rewriting(graph, axes, routed_rows, capacity)
     for node in graph.nodes:
         rewriting.visit(node)
     return rewriting.builder.graph, infer_axes(rewriting.builder.graph)
@@ -117,18 +153,19 @@ def sorted_choice(node: fx.Node) -> fx.Node | None:
     chosen = _source(bins["self"], number)
     lengths = [Size.of(value.meta["val"].shape[0]) for value in (chosen, x)]  # type: ignore[union-attr]
     as_many = (bins["bins"], bins["min"], bins["max"]) == (number, 0, number - 1)
-    return chosen if as_many and lengths[0] == lengths[1] and _is_sorted(chosen) else None
+    return chosen if as_many and lengths[0] == lengths[1] and _sort_of(chosen) else None
 
 
-def _is_sorted(chosen: fx.Node) -> bool:
-    """True for the values of an ascending sort, or for a choice indexed by the order that sorts it."""
+def _sort_of(chosen: fx.Node) -> fx.Node | None:
+    """Returns the ascending sort whose values a choice is, or by whose order it is indexed; else None."""
     if is_getitem(chosen):
-        return bool(chosen.args[1] == 0) and _sorts(chosen.args[0])
+        values: Any = chosen.args[0]
+        return values if chosen.args[1] == 0 and _sorts(values) else None
     if chosen.target is not aten.index.Tensor:
-        return False
+        return None
     (order,) = arguments_of(chosen)["indices"]
     by: Any = order.args[0] if is_getitem(order) and order.args[1] == 1 else order
-    return _sorts(by) and bool(arguments_of(by)["self"] is chosen.args[0])
+    return by if _sorts(by) and arguments_of(by)["self"] is chosen.args[0] else None
 
 
 def _sorts(node: Any) -> bool:
@@ -204,10 +241,11 @@ def _by_rows(node: fx.Node, rows: Axis, axes: Axes) -> bool:
 class _Rewriting:
     """The new graph. `ordered` has the values inside, in the experts' order; readers outside get them combined."""
 
-    def __init__(self, graph: fx.Graph, axes: Axes, routed_rows: list[Routed]) -> None:
-        self.axes, self.builder = axes, Builder(fake_mode_of(graph))
+    def __init__(self, graph: fx.Graph, axes: Axes, routed_rows: list[Routed], capacity: float | None) -> None:
+        self.axes, self.builder, self.capacity = axes, Builder(fake_mode_of(graph)), capacity
         self.of = {node: routed for routed in routed_rows for node in routed.inside}
         self.choices = {routed.chosen for routed in routed_rows}
+        self.sorts = {_sort_of(routed.chosen) for routed in routed_rows if routed.grouped and capacity is not None}
         self.ordered: dict[fx.Node, fx.Node] = {}  # Node inside -> its rows in the experts' order.
         self.routes: dict[int, tuple[fx.Node, fx.Node]] = {}
         self.sent: dict[tuple[int, fx.Node], fx.Node] = {}
@@ -215,6 +253,11 @@ class _Rewriting:
     def visit(self, node: fx.Node) -> None:
         self.builder.origin = node
         routed = self.of.get(node)
+        if node in self.sorts and node.target is aten.sort.default:
+            # The first rows of an expert are the first ones in the batch: torch's plain sort may exchange them.
+            x, dim = self.builder.env[node.args[0]], arguments_of(node)["dim"]  # type: ignore[index]
+            self.builder.env[node] = self.builder.call(aten.sort.stable, x, stable=True, dim=dim)
+            return
         if routed is None:
             self.builder.copy(node)
             return
@@ -223,7 +266,10 @@ class _Rewriting:
         outside = node in self.choices or any(self.of.get(user) is not routed for user in node.users)
         if outside and isinstance(node.meta["val"], torch.Tensor):
             places, _ = self._route(routed)
-            back = self.builder.raw(routing.combine, (ordered, places, self.builder.env[routed.chosen]))
+            arguments: tuple[Any, ...] = ordered, places, self.builder.env[routed.chosen]
+            if self.capacity is not None:
+                arguments += routed.number, routed.grouped
+            back = self.builder.raw(routing.combine, arguments)
             back.meta["val"] = node.meta["val"]
             self.builder.env[node] = back
 
@@ -231,7 +277,7 @@ class _Rewriting:
         """Returns the rows of each expert in order, and their numbers."""
         if id(routed) not in self.routes:
             chosen, number = self.builder.env[routed.chosen], routed.number
-            arguments = (chosen, number, routed.grouped, 0, number)
+            arguments = (chosen, number, routed.grouped, 0, number, self.capacity)
             places, count = (self.builder.raw(f, arguments) for f in (routing.dispatch, routing.counts))
             with self.builder.mode:
                 # A new symbol times the number of experts: the axis of the rows is `experts x rows of an expert`.
@@ -246,14 +292,28 @@ class _Rewriting:
         places, count = self._route(routed)
         if is_grouped(node.target):
             x, weight, _ = (n for n in operand_nodes(node) if n is not None)
-            arguments = (self._rows(routed, x), self.builder.env[weight], count, str(node.target).startswith("aten."))
+            arguments = (
+                self._rows(routed, x),
+                self._weight(routed, weight),
+                count,
+                str(node.target).startswith("aten."),
+            )
             result = self.builder.raw(routing.grouped_mm, arguments)
         else:
-            result = self.builder.raw(routing.spread, (self.builder.env[node.args[0]], count, places))  # type: ignore[index]
+            result = self.builder.raw(routing.spread, (self._weight(routed, node.args[0]), count, places))
         value = node.meta["val"]
         with self.builder.mode:
             result.meta["val"] = value.new_empty([places.meta["val"].shape[0], *value.shape[1:]])
         return result
+
+    def _weight(self, routed: Routed, weight: Any) -> fx.Node:
+        whole = self.builder.env[weight]
+        if not routed.by_width:
+            return whole
+        marked = self.builder.raw(exchange.own, (whole, 1))
+        with self.builder.mode:
+            marked.meta["val"] = whole.meta["val"].new_empty(whole.meta["val"].shape)
+        return marked
 
     def _inner(self, routed: Routed, node: fx.Node) -> fx.Node:
         """Writes an operator on rows, with its operands in the experts' order."""
@@ -269,9 +329,17 @@ class _Rewriting:
             return self.builder.env[node]
         key = id(routed), node
         if key not in self.sent:
-            places, _ = self._route(routed)
-            self.sent[key] = self.builder.call(aten.index_select.default, self.builder.env[node], 0, places)
+            self.sent[key] = self._in_order(self.builder.env[node], self._route(routed)[0])
         return self.sent[key]
+
+    def _in_order(self, x: fx.Node, places: fx.Node) -> fx.Node:
+        """Writes rows in the experts' order."""
+        if self.capacity is None:
+            return self.builder.call(aten.index_select.default, x, 0, places)
+        taken, value = self.builder.raw(routing.take, (x, places)), x.meta["val"]
+        with self.builder.mode:
+            taken.meta["val"] = value.new_empty([places.meta["val"].shape[0], *value.shape[1:]])
+        return taken
 
 
 EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
