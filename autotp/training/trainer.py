@@ -72,7 +72,6 @@ from autotp.source_location import block_in, block_of
 from autotp.tracebacks import shorten_traceback
 from autotp.training import process_groups as groups
 from autotp.training.compute_dtype import ParameterReader, cast_arguments
-from autotp.training.expert_load import ExpertLoad, load_of_step
 from autotp.training.microbatches import (
     Batch,
     batch_tensors,
@@ -86,6 +85,7 @@ from autotp.training.microbatches import (
 from autotp.training.model_settings import model_settings
 from autotp.training.original_model import OriginalModel, expect_one_mode
 from autotp.training.pipeline.documents import Documents, LongestDocuments
+from autotp.training.pipeline.expert_load import ExpertLoad, load_of_step
 from autotp.training.pipeline.full_masks import are_full, masks_left_out
 from autotp.training.pipeline.gradient_buckets import GradientSums, sum_in_buckets
 from autotp.training.pipeline.rest_of_loss import RestOfLoss, first_pass

@@ -122,7 +122,7 @@ def _moved(node: fx.Node, kinds: Mapping[fx.Node, Kinds]) -> Kinds:
     if places.target is not exchange.arrival or places.args != (table,):
         _refuse(node, "puts rows at places of another table")
     if node.target is exchange.to_experts:
-        sorted_rows = x.args[1] if x.target is routing.take else x.args[2] if len(x.args) > 2 else None
+        sorted_rows = x.args[1] if x.target is routing.fill_slots else x.args[2] if len(x.args) > 2 else None
         if not kinds[x] <= {OWN_ROWS} or not _is_dispatch_of(sorted_rows, table):
             _refuse(node, "sends what is not in the order of the experts of its table")
         return frozenset([table])

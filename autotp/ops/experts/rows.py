@@ -150,7 +150,7 @@ def grouped_mm(x: Tensor, weight: Tensor, count: Tensor, fused: bool) -> Tensor:
     return torch.cat([part @ matrix for part, matrix in zip(x.split(host_values(count)), weight.unbind(), strict=True)])
 
 
-def take(x: Tensor, places: Tensor) -> Tensor:
+def fill_slots(x: Tensor, places: Tensor) -> Tensor:
     """Returns the rows in slots, and zeros for empty slots.
 
     Args:

@@ -98,7 +98,7 @@ def described(graph: fx.Graph, ep: int) -> str:
 
 def order_of_rows(node: Any) -> Any:
     """Returns the places by which a node puts rows in the experts' order; None for another node."""
-    position = {torch.ops.aten.index_select.default: 2, routing.take: 1}.get(getattr(node, "target", None))
+    position = {torch.ops.aten.index_select.default: 2, routing.fill_slots: 1}.get(getattr(node, "target", None))
     return None if position is None else node.args[position]
 
 

@@ -6,8 +6,8 @@
 
 The operators between dispatch and combine work on each row by itself. A rank that holds two experts computes the rows
 of these experts only, and the result of its `combine` is a partial sum. The same holds for products of groups of rows
-(`grouped_mm`). With a capacity, `p` are slots, `take` fills them, and experts that are cut by width stay an axis that
-cannot be cut (`own`).
+(`grouped_mm`). With a capacity, `p` are slots, `fill_slots` reads rows into them, and experts that are
+cut by width stay an axis that cannot be cut (`own`).
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ class _Rewriting:
         """Writes rows in the experts' order."""
         if self.capacity is None:
             return self.builder.call(aten.index_select.default, x, 0, places)
-        taken, value = self.builder.raw(routing.take, (x, places)), x.meta["val"]
+        taken, value = self.builder.raw(routing.fill_slots, (x, places)), x.meta["val"]
         with self.builder.mode:
             taken.meta["val"] = value.new_empty([places.meta["val"].shape[0], *value.shape[1:]])
         return taken
