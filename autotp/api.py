@@ -100,6 +100,9 @@ def parallelize(
             an axis as the plan prints it ("heads", "kv_heads", "group", "experts", "width", "vocab"), a dimension,
             "colwise" or "rowwise", or "whole". Of several keys that fit a parameter the last one counts. The plan of a
             model of transformers (`model._tp_plan`) may stand here, too. The rest is chosen as without `cut`.
+        capacity: None computes all rows that chose an expert of a mixture. With a factor, an expert computes at most
+            `ceil(capacity * tokens * top_k / experts)` rows of a rank in a call, the first ones in the batch; for the
+            other rows its result is zero. All sizes are known then, and the host reads no counts.
         timeout: how long a collective waits for other ranks. None means the timeout of the default process group, or of
             `mesh`, or ten minutes where there is neither.
 

@@ -43,7 +43,7 @@ from autotp.passes.lower.fuse_bias import fuse_bias
 from autotp.passes.lower.local_sizes import Target, has_unknown_sizes
 from autotp.passes.lower.lower import lower
 from autotp.passes.lower.overlap import overlap
-from autotp.passes.plan.experts.row_order import in_row_order
+from autotp.passes.plan.experts.unsort import unsort
 from autotp.passes.plan.infer_axes import Axes, infer_axes
 from autotp.passes.plan.user_cuts import resolved
 from autotp.passes.program import canonicalized, emitted, planned, sequences
@@ -101,7 +101,7 @@ def _cuts_sequences(options: Options) -> bool:
 
 
 def _sorts_rows(options: Options) -> bool:
-    return options.experts == "expert" or options.ep > 1 or options.cp > 1
+    return options.experts == "expert" or options.ep > 1 or options.cp > 1 or options.capacity is not None
 
 
 CANONICALIZE = (
@@ -122,7 +122,7 @@ CANONICALIZE = (
 
 PLAN = (
     Pass("plan", "equal_inputs", sequences.with_equal_inputs, _cuts_sequences),
-    Pass("plan", "row_order", _on_graph(in_row_order), _cuts_sequences),
+    Pass("plan", "unsort", _on_graph(unsort), lambda options: options.cp > 1 or options.capacity is not None),
     Pass("plan", "context_parallel", sequences.with_cut_sequences, _cuts_sequences, by_tp=True),
     Pass("plan", "decouple", planned.decoupled),
     Pass("pipeline", "row_independence", planned.with_independent_rows, _is_summed),
@@ -165,6 +165,7 @@ EMIT = (
     # `bind` is first because the next two take a bound graph, and `python_calls` last because all others ask what an
     # operator is. `recompute` makes a module of the graph, and a budget asks what operators keep.
     Pass("emit", "bind", emitted.bound),
+    Pass("emit", "count_load", emitted.counting, _is_summed),
     Pass("emit", "late_sums", lambda p, site, graph: late_sums(graph), _unless_left_out("late_sums")),
     Pass("emit", "recompute", emitted.as_module),
     Pass("emit", "tied_gradients", lambda p, site, module: tied_gradients(module), _unless_left_out("in_place")),

@@ -10,6 +10,7 @@ and `help`. The command line makes its flags of the same.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
@@ -76,6 +77,7 @@ class RankOptions(TypedDict, total=False):
     """Those of calls that run on several processes."""
 
     randomness: Randomness
+    capacity: float | None
 
 
 class EstimateOptions(StepOptions, BackwardOptions, MemoryOptions, total=False):
@@ -148,6 +150,13 @@ def _expect_cut(cut: Any) -> None:
             raise Error(str(choice), expected=f"{', '.join(map(repr, CUT_ALONG))}, or a dimension")
 
 
+def _expect_capacity(capacity: Any) -> None:
+    """Raises Error unless `capacity` is None or a factor."""
+    is_number = isinstance(capacity, int | float) and not isinstance(capacity, bool)
+    if capacity is not None and not (is_number and 0 < capacity < math.inf):
+        raise Error(f"capacity={capacity!r} is no positive factor", expected="1.25, or None to drop no row")
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of a user; `autotp.parallelize` explains them.
@@ -164,6 +173,7 @@ class Options:
         overlap: "batch": the halves of a batch (or of one row) take turns: one computes while the other communicates.
         cp: the number of context-parallel ranks, over which sequences are cut.
         ep: the number of ranks with different rows that experts are cut over.
+        capacity: how many rows an expert computes at most, as a multiple of its mean; None for all.
         cp_attention: whether attention over cp gathers keys and values, or exchanges heads for the sequence.
         cut: the user's choice of what is cut, and along what: a `Cut`, or None; it becomes a tuple of UserCut.
         summed: whether the graph returns only the loss, as a sum over the batch (`passes/pipeline/loss_totals.py`).
@@ -183,6 +193,7 @@ class Options:
     cp: int = field(default=1, kw_only=True)
     ep: int = field(default=1, kw_only=True)
     cut: Any = field(default=None, kw_only=True)
+    capacity: float | None = field(default=None, kw_only=True)
     summed: bool = field(default=False, kw_only=True)
     balance: Balance = field(default="batch", kw_only=True)
 
@@ -245,6 +256,7 @@ def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = Mappi
         "overlap": ("none",),
     }  # fmt: skip
     _expect_cut(options.cut)
+    _expect_capacity(options.capacity)
     for name, value in vars(options).items():
         if name in allowed and value not in (values := (*allowed[name], *values_of(name))):
             raise Error(f"{name}={value!r} is not one of its values", expected=", ".join(map(repr, values)))

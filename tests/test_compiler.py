@@ -134,7 +134,7 @@ def test_each_optional_pass_is_left_out_alone() -> None:
         (Options(outputs="loss"), ["only_loss"]),
         (Options(experts="expert"), ["experts"]),
         (Options(sequence_parallel=True), ["sequence_parallel"]),
-        (Options(cp=2), ["equal_inputs", "row_order", "context_parallel", "experts"]),
+        (Options(cp=2), ["equal_inputs", "unsort", "context_parallel", "experts"]),
     ],
     ids=["summed", "loss", "experts", "sequence", "context"],
 )

@@ -295,6 +295,7 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     custom_vjp.kept: Row(f.pointwise(), T.NO_GRADIENT),
     custom_vjp.sent: Row(f.exact("*, * -> *")),
     custom_vjp.result: Row(f.pointwise()),
+    routing.fill_slots: Row(f.fixed("s^ *, r -> r *", ((0,),)), T.ROWS),
     routing.combine: Row(f.fixed("r *, r, s^ -> s^ *", ((0,),))),
     # Experts are cut over `ep` already, so over another axis only what is inside of an expert is cut.
     exchange.own: Row(f.fixed("e^ * -> o^ *", ((0,),)), T.MAY_ALIAS),

@@ -65,7 +65,13 @@ class StepState(NamedTuple):
 
 
 def step_state(
-    training: bool, frozen: Sequence[str], batch: Any, place: Mesh, values: bool, steps: int = NEVER
+    training: bool,
+    frozen: Sequence[str],
+    batch: Any,
+    place: Mesh,
+    values: bool,
+    steps: int = NEVER,
+    by_rows: bool = False,
 ) -> StepState:
     """Returns this rank's state before a step.
 
@@ -74,6 +80,7 @@ def step_state(
         batch: the arguments; None if the rank cannot take them.
         values: whether values and random numbers are compared.
         steps: number of steps of an optimizer since the last call.
+        by_rows: whether the number of rows counts among their lengths.
     """
     if batch is None:
         return StepState(False, training, 0, steps, 0, 0, 0, 0)
@@ -84,7 +91,7 @@ def step_state(
     checksums = zlib.crc32(repr([checksum(x) for x in leaves if isinstance(x, Tensor)]).encode()) if values else 0
     frozen_names = zlib.crc32(repr(frozen).encode())
     random = random_state(place) if values else 0
-    lengths = zlib.crc32(repr([tuple(x.shape[1:]) for x in leaves if isinstance(x, Tensor)]).encode())
+    lengths = zlib.crc32(repr([tuple(x.shape[not by_rows :]) for x in leaves if isinstance(x, Tensor)]).encode())
     return StepState(False, training, frozen_names, steps, structure, checksums, random, lengths)
 
 

@@ -44,6 +44,7 @@ from autotp.passes.capture.example_inputs import example_inputs as find_inputs
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import module_at, place_in, value_at
+from autotp.passes.emit.count_load import layers_of_experts
 from autotp.passes.emit.memory.budget import budget_on
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.stages import Division, Stage, staged
@@ -78,6 +79,7 @@ from autotp.training.microbatches import (
 from autotp.training.model_settings import model_settings
 from autotp.training.original_model import OriginalModel, expect_one_mode
 from autotp.training.pipeline.documents import Documents, LongestDocuments
+from autotp.training.pipeline.expert_load import ExpertLoad, load_of_step
 from autotp.training.pipeline.microbatch_graphs import Pipeline, checksums_of, fitting_graphs
 from autotp.training.pipeline.microbatch_run import MicrobatchRun
 from autotp.training.pipeline.rank_parameters import ReadsParts, divide_rows, hold_parts, readers_of, tensors_of_stages
@@ -239,6 +241,10 @@ class Trainer(InGraphs, HasHoldings):
         # What cannot be is known before we take over.
         self._engine(analysis, {i: nn.Identity() for i in self._my_stages})
         self._exchanges = exchanges(analysis.graph, analysis.captured.parameters)
+        self._expert_numbers = {
+            name: number for (name, _), (*_, number) in layers_of_experts(lowered, analysis.captured.parameters)
+        }
+        self._load: ExpertLoad | None = None
         of_experts = dict.fromkeys(name for some in self._exchanges for name in some)
         needed = tensors_of_stages(analysis, stages, self._my_stages)
         layouts = self.layouts | {name: self._of_own_experts(self.layouts[name]) for name in of_experts}
@@ -285,7 +291,22 @@ class Trainer(InGraphs, HasHoldings):
     @property
     def plan(self) -> Division:
         """The division into stages; with `memory=`, what the budget did in the last step: see the class."""
-        return replace(self._division, budgets=tuple(self._budgets()))
+        load = () if self._load is None else (self._load.table(),)
+        return replace(self._division, budgets=(*load, *self._budgets()))
+
+    @property
+    def load(self) -> ExpertLoad:
+        """How many rows chose each expert in the last step, in all layers, on all ranks together.
+
+        Raises:
+            Error: there was no step yet, or the model has no experts.
+        """
+        if self._load is None:
+            raise Error(
+                "Trainer.load: no step has counted rows of experts",
+                fix="trainer.step(...) first, with a model whose layers read stacks of experts' weights",
+            )
+        return self._load
 
     def _budgets(self) -> Iterator[Table | tuple[str, ...]]:
         """Yields the table and the lines about the budget of each stage of this rank that has run."""
@@ -561,6 +582,10 @@ class Trainer(InGraphs, HasHoldings):
         add_gradients(before)
         self.steps += 1
         loss = self._named_if_lost("Trainer.step", lambda: self._sum_losses(pipeline, losses))
+        if self._expert_numbers:
+            loads = [load for graph in pipeline.stages.values() for load in graph.loads]
+            how = loads, self._training.microbatches, not self.place.rank, self._ranks
+            self._load = self._named_if_lost("Trainer.step", lambda: load_of_step(self._expert_numbers, *how))
         if self._scaler is None:
             within("Trainer.step", lambda: self._expect_finite(loss))
         return loss
@@ -648,7 +673,9 @@ class Trainer(InGraphs, HasHoldings):
         values = self._calls <= CHECKED_CALLS
         frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
         arguments = attempt[0].arguments if attempt else None
-        state = step_state(training, frozen, arguments, self.place, values, steps_taken(self))
+        # With a capacity, each replica has as many slots as it has rows: rows travel between equal numbers of slots.
+        equal_slots = self._training.capacity is not None and bool(self._exchanges)
+        state = step_state(training, frozen, arguments, self.place, values, steps_taken(self), equal_slots)
         pipeline = fitting_graphs(self._pipelines, attempt[0]) if attempt else None
         state = state._replace(captures=pipeline is None, read=self._read_by_replicas(pipeline) if pipeline else 0)
         now = fingerprint(attempt[0].arguments) if attempt else Fingerprint()
@@ -657,6 +684,12 @@ class Trainer(InGraphs, HasHoldings):
         agreed = agree_on_step(
             self._ranks, self._groups, state, tied, problem, prints, self.late.count(), values, not self._idle
         )
+        if equal_slots and not agreed.lengths:
+            raise Error(
+                f"ep={self._training.ep} beside capacity={self._training.capacity}: "
+                "replicas have batches of other shapes",
+                fix="batches of one shape, or capacity=None",
+            )
         self.late.take(agreed.arrived, self.everyone)
         self._facts = StepFacts(self.steps + training, Fingerprint() if now.arrived is None else now)
         if self.place.device.type == "cuda":

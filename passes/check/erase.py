@@ -60,8 +60,8 @@ FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
     dropout.fast_dropout: (aten.dropout.default, ("input", "p"), "fast"),
     dropout.exact_attention: (SDPA, _ATTENTION, "exact"),
     dropout.fast_attention: (SDPA, _ATTENTION, "fast"),
-    routing.dispatch: (routing.dispatch, ("chosen", "number", "grouped", "start", "stop"), ""),
-    routing.counts: (routing.counts, ("chosen", "number", "grouped", "start", "stop"), ""),
+    routing.dispatch: (routing.dispatch, ("chosen", "number", "grouped", "start", "stop", "capacity"), ""),
+    routing.counts: (routing.counts, ("chosen", "number", "grouped", "start", "stop", "capacity"), ""),
 }
 """A parallel form -> (the operator, the names of its arguments, its randomness or "" for both)."""
 BIASED = {aten.linear.default: (aten.linear.default, (0, 1, 2)), aten.addmm.default: (aten.mm.default, (1, 2, 0))}

@@ -72,9 +72,9 @@ def _call(node: fx.Node, old_nodes: Mapping[fx.Node, fx.Node]) -> Any:
     """Returns a node's operator and arguments, with nodes of the old graph in place of those of the new one."""
     if node.target in (exchange.arrival, exchange.arrived_counts):
         table: Any = node.args[0]
-        chosen, _, number, grouped = table.args
+        chosen, _, number, grouped, capacity = table.args
         target = routing.dispatch if node.target is exchange.arrival else routing.counts
-        return "call_function", target, str((old_nodes[chosen], number, grouped, 0, number)), "{}"
+        return "call_function", target, str((old_nodes[chosen], number, grouped, 0, number, capacity)), "{}"
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: old_nodes.get(n, n))
     return node.op, node.target, str(args), str(kwargs)
 
@@ -122,7 +122,7 @@ def _moved(node: fx.Node, kinds: Mapping[fx.Node, Kinds]) -> Kinds:
     if places.target is not exchange.arrival or places.args != (table,):
         _refuse(node, "puts rows at places of another table")
     if node.target is exchange.to_experts:
-        sorted_rows = x.args[2] if len(x.args) > 2 else None
+        sorted_rows = x.args[1] if x.target is routing.fill_slots else x.args[2] if len(x.args) > 2 else None
         if not kinds[x] <= {OWN_ROWS} or not _is_dispatch_of(sorted_rows, table):
             _refuse(node, "sends what is not in the order of the experts of its table")
         return frozenset([table])
@@ -135,6 +135,6 @@ def _moved(node: fx.Node, kinds: Mapping[fx.Node, Kinds]) -> Kinds:
 
 def _is_dispatch_of(node: Any, table: fx.Node) -> bool:
     """True for the order of all rows by the experts of a table."""
-    chosen, _, number, grouped = table.args
-    expected = (chosen, number, grouped, 0, number)
+    chosen, _, number, grouped, capacity = table.args
+    expected = (chosen, number, grouped, 0, number, capacity)
     return isinstance(node, fx.Node) and node.target is routing.dispatch and node.args == expected

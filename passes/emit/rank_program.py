@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from autotp.errors import Error
+from autotp.ops.experts.load import LoadNotes
 from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter, attach_parameters, value_at
 from autotp.passes.emit.gather_ahead import gather_ahead
 from autotp.passes.emit.sharded_unit import ShardedUnit
@@ -65,12 +66,19 @@ class RankProgram:
         return replace(self, module=module, rows=rows)
 
     @property
+    def loads(self) -> list[LoadNotes]:
+        """The counts of the rows that chose each expert."""
+        return [node.target for node in self.module.graph.nodes if isinstance(node.target, LoadNotes)]
+
+    @property
     def units(self) -> list[ShardedUnit]:
         """What is gathered together, and whose gradients are summed together."""
         return [part for part in self.module.children() if isinstance(part, ShardedUnit)]
 
     def begin_step(self) -> None:
         """Starts to gather what stays for a whole step: a stage gathers while the stages before it compute."""
+        for load in self.loads:
+            load.calls.clear()
         for unit in self.units:
             if not unit.frees:
                 unit.start(*(value_at(self.places[name]) for name in unit.names))

@@ -149,7 +149,7 @@ def _routed(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     assert factor is not None
     start, args = start_of_part(local, node, factor.axis, leaf), local.builder.map(arguments_of(node))
     stop = start + local.local_size(factor.axis.size, factor.axis, leaf)
-    return node.target, (args["chosen"], args["number"], args["grouped"], start, stop)
+    return node.target, (args["chosen"], args["number"], args["grouped"], start, stop, args["capacity"])
 
 
 def start_of_part(local: Local, node: fx.Node, axis: Axis, leaf: Axis) -> Any:

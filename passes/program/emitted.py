@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from autotp.groups.process_group import seat as seat_in
 from autotp.options import Options
 from autotp.passes.emit.bind import COMMUNICATING, bind
+from autotp.passes.emit.count_load import count_load
 from autotp.passes.emit.kept_values.recompute import recompute
 from autotp.passes.emit.memory.budget import Allowance, budget_of
 from autotp.passes.emit.memory.under_budget import hints, under_budget
@@ -61,6 +62,11 @@ class Site:
 def bound(p: Program, site: Site, graph: fx.Graph) -> fx.Graph:
     """Returns the graph with the process groups and the device of a site."""
     return bind(graph, site.device, site.groups, p.captured.owned, site.settings.optional("in_place"))
+
+
+def counting(p: Program, site: Site, graph: fx.Graph) -> fx.Graph:
+    """Returns the graph, which counts the rows of its experts."""
+    return count_load(graph, p.captured.parameters)
 
 
 def as_module(p: Program, site: Site, graph: fx.Graph) -> fx.GraphModule:

@@ -19,7 +19,7 @@ from autotp.passes.plan.candidate import EXPERTS
 from autotp.passes.plan.choose import choose, choose_as
 from autotp.passes.plan.decouple import decouple
 from autotp.passes.plan.experts.expert_parallel import described, expert_parallel
-from autotp.passes.plan.experts.experts import experts
+from autotp.passes.plan.experts.experts import experts, of_host
 from autotp.passes.plan.hoist import hoist
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.passes.plan.match import match
@@ -65,13 +65,15 @@ def with_independent_rows(p: ProgramWithAxes) -> ProgramWithAxes:
 def with_experts(p: ProgramWithAxes) -> ProgramWithAxes:
     """Returns the program in which each rank computes the rows of its experts, in the experts' order.
 
-    Where experts are cut by width, only rows are sorted that the pass `row_order` has put out of that order.
+    Where experts are cut by width, only rows are sorted that the pass `unsort` has put out of that order.
     """
+    options = p.options
     # Under `ep` experts that do not divide are an error, of the pass `expert_parallel`.
-    by_expert = p.options.experts == "expert" or p.options.ep > 1
-    tp = p.tp if by_expert and p.options.ep == 1 else 1
-    graph, axes = experts(p.graph, p.axes, p.captured.parameters, tp, by_expert)
-    return replace(p, graph=graph, axes=axes)
+    by_expert = options.experts == "expert" or options.ep > 1 or options.capacity is not None
+    tp = p.tp if by_expert and options.ep == 1 else 1
+    graph, axes = experts(p.graph, p.axes, p.captured.parameters, tp, by_expert, options.capacity)
+    notes = {} if options.capacity is None else {"experts": of_host(options.capacity)}
+    return replace(p, graph=graph, axes=axes, notes={**p.notes, **notes})
 
 
 def with_expert_parallelism(p: ProgramWithAxes) -> ProgramWithAxes:
@@ -105,8 +107,12 @@ def matched(p: ProgramWithAxes) -> ProgramWithCandidates:
     moved = {node for node in results[len(results) - len(p.updated) :] if isinstance(node, fx.Node)}
     stay_cut = makers(graph, captured.outputs.kept | captured.outputs.stays) | moved
     candidates = match(graph, p.axes, captured.parameters, captured.inputs, p.tp, stay_cut)
-    if p.options.experts == "width":  # Rows may be in the order of their experts all the same: see `with_experts`.
-        candidates = [candidate for candidate in candidates if candidate.pattern != EXPERTS]
+    # Rows may be in the order of experts that are cut by width, or that `tp` does not divide: see `with_experts`.
+    whole = p.options.experts == "width"
+    candidates = [
+        candidate for candidate in candidates
+        if candidate.pattern != EXPERTS or not (whole or candidate.leaf.size.number % p.tp)
+    ]  # fmt: skip
     return p.with_facts(ProgramWithCandidates, stay=stay, candidates=candidates)
 
 

@@ -87,6 +87,8 @@ BY_WHAT_IS_CAPTURED = {
     "passes/capture/repeats/record": "passes/capture/repeats/test_repeats",
     "passes/capture/repeats/unfold": "passes/capture/repeats/test_repeats",
     "passes/capture/unsupported/explain_failure": "system/test_refusals",
+    "ops/experts/load": "passes/emit/test_count_load",
+    "training/pipeline/expert_load": "passes/emit/test_count_load",
     "passes/emit/kept_values/checkpointed": "passes/emit/test_compiled",
     "passes/emit/kept_values/exact_bits": "passes/emit/kept_values/test_split",
     "passes/emit/kept_values/fates": "passes/emit/kept_values/test_split",

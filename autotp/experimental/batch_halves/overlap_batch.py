@@ -29,7 +29,7 @@ def _otherwise(row: Pass) -> Callable[[Options], bool]:
 
 
 PASSES = {
-    "cse": _also_here("equal_inputs", "row_order"),
+    "cse": _also_here("equal_inputs", "unsort"),
     "row_independence": (Pass("plan", "two_halves", two_halves), *_also_here("experts")),
     "bind": (
         Pass("emit", "interleave", lambda p, site, graph: interleave(graph)),

@@ -16,7 +16,7 @@ from autotp.attached import READ, HostValues
 from autotp.errors import Error
 from autotp.groups.process_group import seat
 from autotp.ops.collectives import send_rows
-from autotp.ops.experts.rows import counts, note_begins
+from autotp.ops.experts.rows import counts, note_begins, slots_of_expert
 
 NUMBERS = HostValues()
 """The numbers in tables of `exchange_counts`."""
@@ -27,22 +27,33 @@ def own(weight: Tensor, ranks: int) -> Tensor:
     return weight.view_as(weight)
 
 
-def exchange_counts(chosen: Tensor, group: str | None, number: int, grouped: bool) -> Tensor:
+def exchange_counts(
+    chosen: Tensor, group: str | None, number: int, grouped: bool, capacity: float | None = None
+) -> Tensor:
     """Returns how many rows this rank sends, and gets. Waits for the device: the only time in a layer.
 
+    With a capacity each expert has as many slots on every rank. Then it neither communicates nor waits.
+
     Args:
-        chosen: [rows] the index of each row's expert.
+        chosen: [rows] the index of each row's expert; with a capacity, all ranks have as many rows.
         number: the number of experts, a multiple of the number of ranks.
         grouped: False if -1 is a legal index, for the last expert.
+        capacity: as for `dispatch`.
 
     Returns:
         [2 ranks experts/ranks], int64: the rows that it sends to each expert of each rank, and the rows that it gets
         from each rank for each of its experts.
 
     Raises:
-        Error: an index is out of range; raised on all ranks of the group.
+        Error: without a capacity, an index is out of range; raised on all ranks of the group.
     """
-    row_counts, ranks = counts(chosen, number, grouped, 0, number), 1 if group is None else seat(group)[1]
+    ranks = 1 if group is None else seat(group)[1]
+    if capacity is not None:
+        slots = slots_of_expert(len(chosen), number, capacity)
+        table = torch.full([2, ranks, number // ranks], slots, device=chosen.device)
+        NUMBERS.keep(table, [slots] * table.numel())
+        return table
+    row_counts = counts(chosen, number, grouped, 0, number)
     # A rank also sends how many of its rows chose no expert, so that no other rank waits for these.
     lost = (len(chosen) - row_counts.sum()).expand(ranks, 1)
     sent = torch.cat([row_counts.view(ranks, -1), lost], 1)

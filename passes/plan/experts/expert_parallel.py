@@ -17,6 +17,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from autotp.display.text_table import bytes_text
@@ -24,6 +25,7 @@ from autotp.errors import Error
 from autotp.ops.experts import exchange
 from autotp.ops.experts import rows as routing
 from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.plan.experts.experts import NO_EXPERTS, of_host
 from autotp.passes.plan.infer_axes import Axes
 from autotp.rules.call import operand_nodes
 from autotp.rules.traits import size_argument
@@ -48,8 +50,7 @@ def expert_parallel(graph: fx.Graph, axes: Axes, parameters: Collection[str], ep
     numbers = [node.args[1] for node in graph.nodes if node.target is routing.dispatch]
     if not numbers:
         raise Error(
-            f"ep={ep}, and no layer has experts that rows choose from: stacks of weights, as transformers' "
-            'experts_implementation="grouped_mm" reads them',
+            f"ep={ep}, and {NO_EXPERTS}",
             fix="ep=1",
         )
     if uneven := [number for number in numbers if number % ep]:
@@ -78,7 +79,7 @@ def exchanges(graph: fx.Graph, names: Mapping[str, str]) -> tuple[tuple[str, ...
 def described(graph: fx.Graph, ep: int) -> str:
     """Returns what the plan says of a graph whose rows travel."""
     tables = [node for node in graph.nodes if node.target is exchange.exchange_counts]
-    numbers = sorted({table.args[2] for table in tables})
+    numbers, capacity = sorted({table.args[2] for table in tables}), tables[0].args[4]
     sent, most = 0.0, 0
     for node in graph.nodes:
         if node.target is exchange.to_experts:
@@ -90,8 +91,15 @@ def described(graph: fx.Graph, ep: int) -> str:
     several = f"{len(tables)} layers" if len(tables) > 1 else "1 layer"
     return (
         f"{several} of {' or '.join(map(str, numbers))} experts over ep={ep}: for {most} rows of chosen experts, "
-        f"those of the example inputs, a rank sends {bytes_text(sent)} there, as many back, and the gradients"
+        f"those of the example inputs, a rank sends {bytes_text(sent)} there, as many back, and the gradients; "
+        f"{of_host(capacity)}"
     )
+
+
+def order_of_rows(node: Any) -> Any:
+    """Returns the places by which a node puts rows in the experts' order; None for another node."""
+    position = {torch.ops.aten.index_select.default: 2, routing.fill_slots: 1}.get(getattr(node, "target", None))
+    return None if position is None else node.args[position]
 
 
 class _Exchanging:
@@ -121,7 +129,7 @@ class _Exchanging:
             env[node] = self._read(node)
             self.inside.add(node)
         elif node.target is routing.combine:
-            rows, places, _ = node.args
+            rows, places = node.args[:2]
             env[rows] = self._exchanged(exchange.to_rows, env[rows], places, env[places].meta["val"])  # type: ignore[index]
             self.builder.copy(node)
         elif any(operand in self.inside for operand in node.all_input_nodes):
@@ -130,14 +138,14 @@ class _Exchanging:
             self.inside.add(node)
         else:
             copy = self.builder.copy(node)
-            if len(node.args) > 2 and node.args[2] in self.routes:  # Rows in the experts' order.
-                env[node] = self._exchanged(exchange.to_experts, copy, node.args[2])
+            if (places := order_of_rows(node)) in self.routes:
+                env[node] = self._exchanged(exchange.to_experts, copy, places)
                 self.inside.add(node)
 
     def _route(self, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
         """Writes what ranks tell each other of a choice."""
-        chosen, number, grouped, *_ = self.builder.map(node.args)
-        table = self.builder.raw(exchange.exchange_counts, (chosen, EP, number, grouped))
+        chosen, number, grouped, *_, capacity = self.builder.map(node.args)
+        table = self.builder.raw(exchange.exchange_counts, (chosen, EP, number, grouped, capacity))
         places, counts = (self.builder.raw(f, (table,)) for f in (exchange.arrival, exchange.arrived_counts))
         example, experts = node.meta["val"], number // self.ep
         with self.builder.mode:

@@ -6,7 +6,7 @@
 
 The operators between dispatch and combine work on each row by itself. A rank that holds two experts computes the rows
 of these experts only, and the result of its `combine` is a partial sum. The same holds for products of groups of rows
-(`grouped_mm`).
+(`grouped_mm`). With a capacity, `p` are slots, and `fill_slots` reads rows into them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.errors import Error
 from autotp.ops.experts import rows as routing
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.candidate import contracts, root
@@ -29,6 +30,21 @@ from autotp.rules.traits import has, size_argument
 from autotp.sharding.axis import Axis, Size, find
 
 aten = torch.ops.aten
+
+
+NO_EXPERTS = (
+    "no layer has experts that rows choose from: stacks of weights, as transformers' "
+    'experts_implementation="grouped_mm" reads them'
+)
+
+
+def of_host(capacity: float | None) -> str:
+    """Returns what the plan says of sizes: whether a layer waits for the device, which CUDA graphs cannot record."""
+    if capacity is None:
+        return "the host reads the counts of each layer once, so CUDA graphs cannot record them"
+    return (
+        f"capacity={capacity}: an expert drops rows, and the host reads no counts, so CUDA graphs can record the layers"
+    )
 
 
 @dataclass
@@ -51,18 +67,29 @@ class Routed:
 
 
 def experts(
-    graph: fx.Graph, axes: Axes, parameters: Collection[str], tp: int, every: bool = True
+    graph: fx.Graph,
+    axes: Axes,
+    parameters: Collection[str],
+    tp: int,
+    every: bool = True,
+    capacity: float | None = None,
 ) -> tuple[fx.Graph, Axes]:
     """Returns the same function with rows in the experts' order, if `tp` divides the number of experts; and its axes.
 
     Args:
         parameters: placeholder names of the parameters.
-        every: False to sort only the rows that the pass `row_order` has put out of the experts' order.
+        every: False to sort only the rows that the pass `unsort` has put out of the experts' order.
+        capacity: a factor: rows for which their expert has no slot are dropped: NOTE [Capacity].
+
+    Raises:
+        Error: with a capacity, no rows choose experts.
     """
-    routed_rows = _routed(graph, axes, parameters, tp, every)
+    routed_rows = _routed(graph, axes, parameters, tp if capacity is None else 1, every)
+    if not routed_rows and capacity is not None:
+        raise Error(f"capacity={capacity}, and {NO_EXPERTS}", fix="capacity=None")
     if not routed_rows:
         return graph, axes
-    rewriting = _Rewriting(graph, axes, routed_rows)
+    rewriting = _Rewriting(graph, axes, routed_rows, capacity)
     for node in graph.nodes:
         rewriting.visit(node)
     return rewriting.builder.graph, infer_axes(rewriting.builder.graph)
@@ -231,8 +258,8 @@ def _says_length(node: fx.Node, rows: Axis) -> bool:
 class _Rewriting:
     """The new graph. `ordered` has the values inside, in the experts' order; readers outside get them combined."""
 
-    def __init__(self, graph: fx.Graph, axes: Axes, routed_rows: list[Routed]) -> None:
-        self.axes, self.builder = axes, Builder(fake_mode_of(graph))
+    def __init__(self, graph: fx.Graph, axes: Axes, routed_rows: list[Routed], capacity: float | None) -> None:
+        self.axes, self.builder, self.capacity = axes, Builder(fake_mode_of(graph)), capacity
         self.of = {node: routed for routed in routed_rows for node in routed.inside}
         self.choices = {routed.chosen for routed in routed_rows}
         self.ordered: dict[fx.Node, fx.Node] = {}  # Node inside -> its rows in the experts' order.
@@ -250,7 +277,10 @@ class _Rewriting:
         outside = node in self.choices or any(self.of.get(user) is not routed for user in node.users)
         if outside and isinstance(node.meta["val"], torch.Tensor):
             places, _ = self._route(routed)
-            back = self.builder.raw(routing.combine, (ordered, places, self.builder.env[routed.chosen]))
+            arguments: tuple[Any, ...] = ordered, places, self.builder.env[routed.chosen]
+            if self.capacity is not None:
+                arguments += routed.number, routed.grouped
+            back = self.builder.raw(routing.combine, arguments)
             back.meta["val"] = node.meta["val"]
             self.builder.env[node] = back
 
@@ -258,7 +288,7 @@ class _Rewriting:
         """Returns the rows of each expert in order, and their numbers."""
         if id(routed) not in self.routes:
             chosen, number = self.builder.env[routed.chosen], routed.number
-            arguments = (chosen, number, routed.grouped, 0, number)
+            arguments = (chosen, number, routed.grouped, 0, number, self.capacity)
             places, count = (self.builder.raw(f, arguments) for f in (routing.dispatch, routing.counts))
             with self.builder.mode:
                 # A new symbol times the number of experts: the axis of the rows is `experts x rows of an expert`.
@@ -297,9 +327,17 @@ class _Rewriting:
             return self.builder.env[node]
         key = id(routed), node
         if key not in self.sent:
-            places, _ = self._route(routed)
-            self.sent[key] = self.builder.call(aten.index_select.default, self.builder.env[node], 0, places)
+            self.sent[key] = self._in_order(self.builder.env[node], self._route(routed)[0])
         return self.sent[key]
+
+    def _in_order(self, x: fx.Node, places: fx.Node) -> fx.Node:
+        """Writes rows in the experts' order."""
+        if self.capacity is None:
+            return self.builder.call(aten.index_select.default, x, 0, places)
+        taken, value = self.builder.raw(routing.fill_slots, (x, places)), x.meta["val"]
+        with self.builder.mode:
+            taken.meta["val"] = value.new_empty([places.meta["val"].shape[0], *value.shape[1:]])
+        return taken
 
 
 EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)

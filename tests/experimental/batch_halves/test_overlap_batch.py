@@ -30,9 +30,9 @@ def names(options: Options) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "more"),
     [
-        ({}, ["equal_inputs", "row_order", "two_halves", "experts", "interleave", "weight_sums"]),
+        ({}, ["equal_inputs", "unsort", "two_halves", "experts", "interleave", "weight_sums"]),
         ({"cp": 2}, ["two_halves", "interleave", "weight_sums"]),
-        ({"without": "weight_sums"}, ["equal_inputs", "row_order", "two_halves", "experts", "interleave"]),
+        ({"without": "weight_sums"}, ["equal_inputs", "unsort", "two_halves", "experts", "interleave"]),
     ],
     ids=["alone", "context", "without"],
 )

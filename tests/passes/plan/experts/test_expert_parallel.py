@@ -54,7 +54,8 @@ def test_experts_over_ep_are_cut_by_width_over_tp() -> None:
     program = analyse(skeleton_of(Mixture(OPERATOR)), (torch.randn(6, 8),), {}, 2, Options(ep=2))
     assert program.notes["experts"] == (
         "1 layer of 4 experts over ep=2: for 12 rows of chosen experts, those of the example inputs, a rank sends "
-        "192 B there, as many back, and the gradients"
+        "192 B there, as many back, and the gradients; the host reads the counts of each layer once, so CUDA graphs "
+        "cannot record them"
     )
     layouts = {name: str(layout) for name, layout in program.layouts.items() if "router" not in name}
     assert layouts == {"up": "[4, 8, 10@tp]", "up_bias": "[4, 10@tp]", "down": "[4, 10@tp, 8]", "down_bias": "[4, 8]"}

@@ -1,4 +1,4 @@
-"""row_order: computes experts for rows in their own order, so that the axis of the rows can be cut.
+"""unsort: computes experts for rows in their own order, so that the axis of the rows can be cut.
 
     Before: s, p = sort(chosen); g = index(x, [p // 2]); y = grouped_mm(g, w, cumsum(histc(s)))
             z = index(gelu(y), [inverse(p)])                                              x[8, 64], chosen[16]
@@ -6,7 +6,7 @@
 
 A sort reads all rows, so a rank that has some rows only (of a sequence that is cut over `cp`, or of half a batch) would
 need all of them. In their own order each row's result depends on that row alone. Once rows are cut, the pass `experts`
-puts those of a rank in the order of their experts.
+puts those of a rank in the order of their experts, and a capacity keeps the first rows of the batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     unsorted: fx.Node
 
 
-def in_row_order(graph: fx.Graph) -> fx.Graph:
+def unsort(graph: fx.Graph) -> fx.Graph:
     """Returns the same function with experts computed for rows in their own order, where all their readers allow it."""
     if not any(is_grouped(node.target) and sorted_choice(node) is not None for node in graph.nodes):
         return graph

@@ -1,4 +1,4 @@
-"""row_order: experts of rows in their own order, so that a rank computes those of its part of a sequence only."""
+"""unsort: experts of rows in their own order, so that a rank computes those of its part of a sequence only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autotp.ops.experts.rows import chosen_mm
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.plan.experts.row_order import in_row_order
+from autotp.passes.plan.experts.unsort import unsort
 
 pytest.importorskip("transformers.integrations.moe")
 
@@ -28,10 +28,10 @@ GROUPED = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe")
 
 def rewritten(model: nn.Module, x: Tensor) -> list[str]:
     library().add_operators()
-    return ops(in_row_order(canonical(model, x)[1]))
+    return ops(unsort(canonical(model, x)[1]))
 
 
-def test_row_order_leaves_no_sort_behind() -> None:
+def test_unsort_leaves_no_sort_behind() -> None:
     kinds = rewritten(Mixture(OPERATOR), torch.randn(3, 8))
     assert kinds.count("chosen_mm") == 2
     assert not {"sort", "histc", "cumsum", "index_put"} & set(kinds)
@@ -72,7 +72,7 @@ class ReadsSorted(Mixture):
         return y.sum(0)
 
 
-def test_row_order_leaves_experts_whose_rows_are_read_in_the_sorted_order() -> None:
+def test_unsort_leaves_experts_whose_rows_are_read_in_the_sorted_order() -> None:
     kinds = rewritten(ReadsSorted(OPERATOR), torch.randn(3, 8))
     assert "sort" in kinds and "chosen_mm" not in kinds
 
@@ -88,7 +88,7 @@ class DropsInside(Mixture):
         return y[torch.argsort(order)]
 
 
-def test_row_order_leaves_experts_that_draw_numbers_of_sorted_rows() -> None:
+def test_unsort_leaves_experts_that_draw_numbers_of_sorted_rows() -> None:
     assert "chosen_mm" not in rewritten(DropsInside(OPERATOR), torch.randn(3, 8))
 
 
