@@ -317,15 +317,6 @@ OF_SOME_RANKS = tuple(
         ("send", "isend"), ("recv", "irecv"), ("recv_anysource", "irecv"), ("monitored_barrier", "monitored_barrier"),
     )
 )  # fmt: skip
-SUMS_OF_USERS = tuple(
-    Replaced(
-        _GROUP, name, "model", "warns of a sum of user code over the ranks of one model",
-        callers=(f"{_OF_GROUPS}:{caller}",), silent="a count of rows that is too large would be told by nobody",
-    )
-    for name, caller in (
-        ("allreduce", "all_reduce"), ("allreduce_coalesced", "all_reduce_coalesced"), ("reduce", "reduce"),
-    )
-)  # fmt: skip
 
 # ---- for a moment, or for good
 

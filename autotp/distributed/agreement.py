@@ -21,7 +21,6 @@ In a thread, in a process group of its own: another thread trains, and the defau
     values that several ranks have               while a checkpoint is written           `checkpoint/write.py`
 By other rules, as a difference is no Error:
     parts and states that ranks loaded           must differ, so twins are an Error      `call_consistency.py`
-    tensors in sums of the user's code           should differ, so twins are a warning   `user_sums.py`
     files that a checkpoint is read from         ranks of one machine share the reading  `pretrained.py`
     tensors of a checkpoint of Lightning         a rank may lack what the first one has  `lightning.py`
 

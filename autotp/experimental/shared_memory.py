@@ -51,7 +51,6 @@ from torch._C._distributed_c10d import ProcessGroup
 from autotp.distributed.launch import launch
 from autotp.errors import Error
 from autotp.groups.failures import RanksApart
-from autotp.groups.process_group import own_method
 from autotp.ops.eager_mode import is_computed
 
 NAME = "shared_memory"
@@ -152,7 +151,7 @@ class SharedMemoryGroup(ProcessGroup):
 
     def by_torch(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of torch's of the group of gloo."""
-        return own_method(self.inner, name)(self.inner, *args, **kwargs)
+        return getattr(self.inner, name)(*args, **kwargs)
 
     def shutdown(self) -> None:
         """Leaves the group, as `destroy_process_group` asks."""

@@ -44,10 +44,10 @@ def replace_methods(rows: Iterable[Replaced], wrapped: Callable[[Any], Any]) -> 
     """
     undone = []
     for row in rows:
-        undone.append(row.put(_standing_for(row.original(), wrapped)))
+        undone.append(row.put(wrapped(row.original())))
         for group_class in _subclasses(ProcessGroup):
             if method := vars(group_class).get(row.name):
-                undone.append(set_until_undone(group_class, row.name, _standing_for(method, wrapped)))
+                undone.append(set_until_undone(group_class, row.name, wrapped(method)))
 
     def undo() -> None:
         for put_back in undone:
@@ -56,21 +56,9 @@ def replace_methods(rows: Iterable[Replaced], wrapped: Callable[[Any], Any]) -> 
     return undo
 
 
-def _standing_for(method: Any, wrapped: Callable[[Any], Any]) -> Any:
-    stands = wrapped(method)
-    stands.replaces = method
-    return stands
-
-
 def _subclasses(group_class: type) -> list[type]:
     subclasses: list[type] = group_class.__subclasses__()
     return [*subclasses, *(deeper for subclass in subclasses for deeper in _subclasses(subclass))]
-
-
-def own_method(group: ProcessGroup, name: str) -> Any:
-    """Returns the method of a group's class, a function of the group, also while `replace_methods` has replaced it."""
-    method = getattr(type(group), name)
-    return getattr(method, "replaces", method)
 
 
 def axis_of(group: str) -> str:

@@ -27,7 +27,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 
 from autotp.errors import Error
 from autotp.groups.one_thread import in_collective
-from autotp.groups.process_group import backend_of, own_method, process_group, seat
+from autotp.groups.process_group import backend_of, process_group, seat
 from autotp.ops.attention.documents import keys_seen, read_documents
 from autotp.ops.eager_mode import apply_plain, is_bare, is_kept, is_observed, is_plain
 from autotp.ops.placement_moves import chosen, replaced
@@ -630,13 +630,12 @@ def _wait(result: Tensor, work: dist.Work | None) -> Tensor:
 # A functional collective and its wait pass torch's dispatcher for Python twice. Where nobody follows operators there,
 # the process group's own methods do the same work, and take less than half of the time. With an operation in place of
 # options, such a method takes four times as long: its binding first fails to read the operation as options.
-# Sums call the group's own method while `runtime/torch_hooks/user_sums.py` replaces it: ours need no comparison.
 
 _SUMS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def _all_reduced_(group: ProcessGroup, x: Tensor, op: str) -> tuple[Tensor, dist.Work]:
-    return x, own_method(group, "allreduce")(group, [x], _sum_options(op))
+    return x, group.allreduce([x], _sum_options(op))
 
 
 def _all_reduced(group: ProcessGroup, x: Tensor, op: str) -> tuple[Tensor, dist.Work]:
@@ -682,8 +681,7 @@ def _launch_all(xs: list[Tensor], group: str) -> tuple[list[Tensor], dist.Work |
     if not xs or not all(is_bare(x) and not x.is_complex() for x in xs):
         return torch.ops._c10d_functional.all_reduce_coalesced(xs, "sum", group), None
     result = [x.clone(memory_format=torch.contiguous_format) for x in xs]
-    members = process_group(group)
-    return result, own_method(members, "allreduce_coalesced")(members, result)
+    return result, process_group(group).allreduce_coalesced(result)
 
 
 # Where Dynamo does not compile a function, it tries those that this one calls; of a process group it makes an error.

@@ -401,24 +401,6 @@ def test_a_model_trains_on_a_mesh_of_this_backend(tmp_path: Path) -> None:
     run_ranks(trained, 2, str(tmp_path), alone=True)
 
 
-def counts_rows(rank: int, n: int) -> list[str]:
-    """What is told of a sum of the user's over ranks that have the same tensor."""
-    _, group = group_of()
-    model: Any = autotp.parallelize(nn.Linear(4, 6), n, example_inputs=torch.ones(2, 4))
-    model(torch.ones(2, 4))
-    rows = torch.tensor(5.0)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        dist.all_reduce(rows, group=group)
-    assert rows.item() == 5.0 * n and here(group) == 1
-    return [str(each.message) for each in told]
-
-
-def test_a_sum_of_user_code_over_one_model_is_told_of_as_on_gloo() -> None:
-    for told in run_ranks(counts_rows, 2, alone=True):
-        assert any("have the same tensor: it counts each row once a rank" in each for each in told)
-
-
 # ---- ranks that do not come
 
 

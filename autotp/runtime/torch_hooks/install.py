@@ -7,11 +7,11 @@ from autotp.distributed.live_models import Model, watch_model
 from autotp.groups import point_to_point
 from autotp.runtime import func_gradients
 from autotp.runtime.torch_hooks import clip_and_scale as torch_calls
-from autotp.runtime.torch_hooks import interrupted, optimizer_guard, user_sums, wrappers
+from autotp.runtime.torch_hooks import interrupted, optimizer_guard, wrappers
 
 INSTALLED = (
     optimizer_guard.install, cut_parameter.install, torch_calls.install, wrappers.install, interrupted.install,
-    point_to_point.install, func_gradients.install, user_sums.install,
+    point_to_point.install, func_gradients.install,
 )  # fmt: skip
 
 
