@@ -44,7 +44,6 @@ from autotp.ops.collectives import scatter
 from autotp.ops.placement_moves import apart
 from autotp.passes.pipeline.batch_sums import equal_symbols, is_mean, is_zero, symbols
 from autotp.passes.pipeline.documents import ends_of, reads_documents
-from autotp.passes.pipeline.row_order import RowOrder
 from autotp.passes.plan.infer_axes import Axes, Bound, Dims, is_getitem, named_dims
 from autotp.rules.call import arguments_of, operand_nodes, operator_name, outputs_of, returned
 from autotp.rules.language import names
@@ -128,7 +127,6 @@ class _Proof:
         self.batch |= {find(leaf) for node in inputs for leaf in leaves(axes.of(node)[0])}
         self.rows, self.sums, self.made = set(inputs), set[fx.Node](), set[fx.Node]()
         self.numbers: dict[fx.Node, int | None] = {}
-        self.order = RowOrder(self.rows, lambda node: self._leads(self.axes.of(node)[0]))
         for node in inputs:
             if self._along(axes.of(node)) is None:
                 _refuse(
@@ -142,10 +140,7 @@ class _Proof:
         read = set[fx.Node]() if has(node.target, Trait.FILL) else set(node.all_input_nodes)
         scalar = all(value.dim() == 0 for value in outputs_of(node))
         ended = scalar or not self._has_rows(node)
-        if self.order.concerns(node):
-            if not self._orders(node, scalar):
-                _refuse(node, "mixes the rows of the batch")
-        elif reads_documents(node):
+        if reads_documents(node):
             if not self._is_by_document(node):
                 _refuse(node, "mixes the rows of the batch")
             self.rows.add(node)
@@ -163,16 +158,6 @@ class _Proof:
             (self.sums if ended else self.rows).add(node)
         elif read & (self.sums | self.made):
             (self.sums if self._is_linear(node) else self.made).add(node)
-
-    def _orders(self, node: fx.Node, scalar: bool) -> bool:
-        """Adds a node that reads rows in the order of a sort; False if it mixes rows."""
-        reads = set(node.all_input_nodes) & (self.sums | self.made | self.numbers.keys())
-        by_row = not scalar and not reads and self._is_by_row(node)
-        if scalar or not self.order.visit(node, by_row, lambda x: self.numbers.get(x) == 0):
-            return False
-        if self.order.has_rows(node):
-            self.rows.add(node)
-        return True
 
     # ---- dimensions with rows
 

@@ -20,6 +20,7 @@ from autotp.passes.plan.choose import choose, choose_as
 from autotp.passes.plan.decouple import decouple
 from autotp.passes.plan.experts.expert_parallel import described, expert_parallel
 from autotp.passes.plan.experts.experts import experts, of_host
+from autotp.passes.plan.experts.unsort import unsort
 from autotp.passes.plan.hoist import hoist
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.passes.plan.match import match
@@ -56,7 +57,8 @@ def decoupled(p: CapturedProgram) -> ProgramWithAxes:
 
 def with_independent_rows(p: ProgramWithAxes) -> ProgramWithAxes:
     """Returns the program. Raises Error if a row of the batch depends on another, or a total is no sum of rows."""
-    expect_rows(p.graph, p.axes, p.rows)
+    graph = unsort(p.graph)  # Experts that sort rows and put them back compute each row by itself.
+    expect_rows(graph, p.axes if graph is p.graph else infer_axes(graph), p.rows)
     if p.totals is not None:
         expect_sums(p.totals.counts, infer_axes(p.totals.counts), p.rows)
     return p

@@ -6,7 +6,8 @@
 
 A sort reads all rows, so a rank that has some rows only (of a sequence that is cut over `cp`, or of half a batch) would
 need all of them. In their own order each row's result depends on that row alone. Once rows are cut, the pass `experts`
-puts those of a rank in the order of their experts, and a capacity keeps the first rows of the batch.
+puts those of a rank in the order of their experts, and a capacity keeps the first rows of the batch. The proof that
+rows are independent (`passes/pipeline/row_independence.py`) reads this form, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 
 from autotp.ops.experts import rows as routing
+from autotp.ops.placement_moves import apart
 from autotp.passes.builder import Builder, ancestors, fake_mode_of
 from autotp.passes.lower.dce import dce
 from autotp.passes.plan.experts.experts import is_sort, of_rows_only, sorted_choice
@@ -75,7 +77,7 @@ class _Unsorting:
 
     def visit(self, node: fx.Node) -> None:
         self.builder.origin = node
-        if node.target is aten.index.Tensor and (restored := self._restored(node)) is not None:
+        if (restored := self._restored(node)) is not None:
             self.builder.env[node] = restored
             return
         copy = self.builder.copy(node)
@@ -104,6 +106,7 @@ class _Unsorting:
         """Returns the order that `empty[p] = arange(n)` undoes; None if a node is not that."""
         arguments = arguments_of(node)
         indices, values = arguments["indices"], arguments["values"]
+        values = values.args[0] if values.target is apart else values
         order = self.orders.get(indices[0]) if len(indices) == 1 else None
         if order is None or order.copies != 1 or arguments["accumulate"] or values.target is not aten.arange.default:
             return None
@@ -112,21 +115,18 @@ class _Unsorting:
 
     def _restored(self, node: fx.Node) -> fx.Node | None:
         """Returns rows in their own order for a node that undoes the sort; else None."""
-        arguments = arguments_of(node)
-        rows, indices = self.rows.get(arguments["self"]), arguments["indices"]
-        undoes = rows is not None and len(indices) == 1 and self.inverses.get(indices[0]) is rows.sort
-        return rows.unsorted if rows is not None and undoes else None
+        x, index = _taken(node)
+        rows = self.rows.get(x)
+        return rows.unsorted if rows is not None and self.inverses.get(index) is rows.sort else None
 
     def _unsorted(self, node: fx.Node) -> Rows | None:
         """Returns a value with sorted rows in the order of the rows; None if it has none, or not for sure."""
         if is_getitem(node) and node.args[1] == 0 and is_sort(node.args[0]):
             sort: Any = node.args[0]
             return Rows(sort, self.builder.env[sort.args[0]])
-        if node.target is aten.index.Tensor:
-            arguments = arguments_of(node)
-            order = self.orders.get(arguments["indices"][0]) if len(arguments["indices"]) == 1 else None
-            if order is not None:
-                return self._selected(arguments["self"], order)
+        x, index = _taken(node)
+        if index in self.orders:
+            return self._selected(x, self.orders[index])
         operands = [operand for operand in node.all_input_nodes if operand in self.rows]
         sorts = {self.rows[operand].sort for operand in operands}
         if len(sorts) != 1 or draws(node):
@@ -181,3 +181,12 @@ def _sort_of(node: fx.Node) -> fx.Node | None:
     if is_getitem(node):
         return node.args[0] if node.args[1] == 1 and is_sort(node.args[0]) else None  # type: ignore[return-value]
     return node if is_sort(node) and isinstance(node.meta["val"], torch.Tensor) else None
+
+
+def _taken(node: fx.Node) -> tuple[Any, Any]:
+    """Returns a tensor and the index of its first dimension that an operator reads it at; None, None for others."""
+    if node.target is aten.index_select.default:
+        arguments = arguments_of(node)
+        return (arguments["self"], arguments["index"]) if arguments["dim"] == 0 else (None, None)
+    indices = arguments_of(node)["indices"] if node.target is aten.index.Tensor else ()
+    return (node.args[0], indices[0]) if len(indices) == 1 else (None, None)

@@ -1,4 +1,4 @@
-"""row_order: rows that are sorted and put back are independent; each way in which they would not be is refused."""
+"""Rows of experts that are sorted and put back are independent; each way in which they would not be is refused."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ RIGHT: dict[str, dict[str, Step]] = {
     "stable": {"sort": lambda chosen: chosen.sort(stable=True)},
     "index-select": {"take": lambda flat, order: flat.index_select(0, order // CHOICES)},
     "more-row-by-row": {"between": lambda h, _: (h.softmax(-1) + h.mean(-1, keepdim=True)).clamp(-2, 2) * h.sigmoid()},
+    "inverse-into-the-order": {"back": lambda order: order.index_put((order,), torch.arange(order.shape[0]))},
     "zeros": {"back": lambda order: torch.zeros_like(order).index_put((order,), torch.arange(order.shape[0]))},
 }
 
@@ -98,7 +99,6 @@ WRONG: dict[str, dict[str, Step]] = {
     "inverse-of-places-from-one": {
         "back": lambda order: torch.empty_like(order).index_put((order,), torch.arange(order.shape[0]) + 1 - 1)
     },
-    "inverse-into-the-order": {"back": lambda order: order.index_put((order,), torch.arange(order.shape[0]))},
     "added-inverse": {
         "back": lambda order: torch.zeros_like(order).index_put((order,), torch.arange(order.shape[0]), accumulate=True)
     },
@@ -119,7 +119,7 @@ WRONG: dict[str, dict[str, Step]] = {
 
 
 @pytest.mark.parametrize("steps", WRONG.values(), ids=WRONG)
-def test_row_order_refuses_rows_that_mix(steps: dict[str, Step]) -> None:
+def test_rows_of_experts_that_mix_are_refused(steps: dict[str, Step]) -> None:
     with pytest.raises(Error, match=r"which (cannot be computed in parts|differs in each part of a batch)"):
         analysed(Experts(**steps))
 
