@@ -197,6 +197,7 @@ class Trainer(InGraphs, HasHoldings):
         self.late, self._facts = LateFacts(), StepFacts(0, Fingerprint())
         self.mesh, self.steps, self._calls, self._scaler = mesh, 0, 0, scaler
         self.place = groups.with_sequences(make_mesh(None, mesh["tp"]), mesh)
+        self._pp = mesh.get_group("pp")  # `mesh["pp"]` makes a mesh each time.
         axes = self.place.size, self.place.cp, mesh["dp"].size(), mesh["pp"].size()
         training = replace(training, memory=budget_on(training.memory, self.place.device, axes))
         self._training = training
@@ -369,12 +370,12 @@ class Trainer(InGraphs, HasHoldings):
     def holdings(self) -> Holdings:
         """Returns this rank's tensors, their layouts, and the ranks that share them."""
         tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        rank, ranks = self.mesh["pp"].get_local_rank(), self.mesh["pp"].size()
+        rank, ranks = self._pp.rank(), self._pp.size()
         # The first rank that holds a shared parameter counts it.
         later = {name for name, (holders, _) in self.shared.items() if holders[0] != rank}
         group = self.mesh.get_group("pp").group_name if ranks > 1 else None
         place = self.place
-        replica = self.mesh["dp"].get_local_rank() * place.cp + place.cp_rank
+        replica = self.replicas.rank * place.cp + place.cp_rank
         of_experts = frozenset(name for name, tensor in tensors.items() if tensor in self._experts)
         replicated = [(place, uncut(tensors, self.layouts)), (self.replicas, frozenset(tensors) - of_experts)]
         replicated += [(self._copies, of_experts)] if of_experts else []
@@ -395,11 +396,11 @@ class Trainer(InGraphs, HasHoldings):
 
     @property
     def _my_stages(self) -> list[int]:
-        return self._stages_of(self.mesh["pp"].get_local_rank())
+        return self._stages_of(self._pp.rank())
 
     def _stages_of(self, rank: int) -> list[int]:
         """Returns the numbers of the stages on a rank of the pipeline."""
-        return stages_of(self._training, rank, self.mesh["pp"].size())
+        return stages_of(self._training, rank, self._pp.size())
 
     def _analyse(
         self, training: bool, args: Any, kwargs: Any, rows: frozenset[int], padded: bool | None = None
@@ -457,7 +458,7 @@ class Trainer(InGraphs, HasHoldings):
         graphs = {i: self._graph(stages[i], analysis, self._seat(i)) for i in self._my_stages}
         guard = self._original.guard(analysis.captured)
         # Only between stages do zeros come back where one device has no gradient.
-        learning = learning_of(analysis) if self.mesh["pp"].size() > 1 else None
+        learning = learning_of(analysis) if self._pp.size() > 1 else None
         engines = self._engines(analysis, training=bool(key[0]))
         return Pipeline(key, shapes, analysis, graphs, *engines, guard, learning, checksums)
 
@@ -483,7 +484,7 @@ class Trainer(InGraphs, HasHoldings):
         engine = self._engine(analysis, self._works)
         if engine is None or not training or analysis.totals is None or analysis.totals.functions is None:
             return engine, None
-        expect_forward_alone(self._training, self.mesh["pp"].size(), analysis)
+        expect_forward_alone(self._training, self._pp.size(), analysis)
         return engine, self._engine(analysis, self._works)
 
     def _engine(self, analysis: Program, works: Mapping[int, nn.Module]) -> Any:
@@ -519,7 +520,7 @@ class Trainer(InGraphs, HasHoldings):
         if self._gathers:
             values = {name: value_at(at) for name, at in places.items()}
             rows = {name for name, value in values.items() if is_sharded(value) and value not in self._experts}
-            alone = self.mesh["pp"].size() == 1
+            alone = self._pp.size() == 1
             # The second half of a backward comes later, and reads parameters, too.
             stay = self._training.zero < 3 or (self._training.engine.halves and not alone)
             ready = ready.gathering(rows, self._training.compute_dtype, None if stay else 1, stays=alone)
@@ -527,7 +528,7 @@ class Trainer(InGraphs, HasHoldings):
 
     def _seed(self) -> None:
         """Seeds each replica and each pipeline rank differently, by a random number of the first rank."""
-        if self.mesh["pp"].size() * self.mesh["dp"].size() > 1:
+        if self._pp.size() * self.replicas.size > 1:
             seed = torch.randint(2**62, (), device=self.everyone.device)
             broadcast_from_first(seed, self.everyone)
             # The number of the stage and the replica: ranks along tp and cp draw alike.
@@ -616,7 +617,7 @@ class Trainer(InGraphs, HasHoldings):
             Error: as `step`; or the schedule always runs backward, as "zero-bubble-v" does.
         """
         schedule = self._training.schedule
-        if not self._training.engine.evaluates and self.mesh["pp"].size() > 1:
+        if not self._training.engine.evaluates and self._pp.size() > 1:
             problem = f'Trainer.evaluate: torch\'s schedule "{schedule}" always runs backward'
             raise Error(problem, fix='schedule="zero-bubble"')
         pipeline, inputs = self._begin(False, args, kwargs)
@@ -699,7 +700,7 @@ class Trainer(InGraphs, HasHoldings):
         take_note_back()
         # Only in these calls all states were gathered.
         if values and equal_replicas(agreed.rows, self._groups):
-            warnings.warn(SAME_ROWS.format(self.mesh["dp"].size()), stacklevel=5)
+            warnings.warn(SAME_ROWS.format(self.replicas.size), stacklevel=5)
         if agreed.idle and not self._idle:
             self._idle = True
             warnings.warn(NO_OPTIMIZER.format(without_optimizer(agreed.rows, self._ranks)), stacklevel=5)
@@ -792,10 +793,10 @@ class Trainer(InGraphs, HasHoldings):
                 return MicrobatchRun(
                     pipeline, self._works, inputs, self._training,
                     has_last=len(self._division.blocks) - 1 in self._my_stages,
-                    adds_rest=self.mesh["dp"].get_local_rank() == 0, scale=self._scale, device=self.place.device,
+                    adds_rest=self.replicas.rank == 0, scale=self._scale, device=self.place.device,
                 ).losses()  # fmt: skip
         except BaseException as error:  # Other ranks wait for a stage, or a part of the gradients is held.
-            divided = self.mesh["pp"].size() > 1 or (self._training.zero and self.mesh["dp"].size() > 1)
+            divided = self._pp.size() > 1 or (self._training.zero and self.replicas.size > 1)
             divided = divided or bool(self._exchanges)
             self._failed = f"{type(error).__name__}: {error}".splitlines()[0] if divided else ""
             raise

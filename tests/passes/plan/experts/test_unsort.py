@@ -23,7 +23,7 @@ pytest.importorskip("transformers.integrations.moe")
 
 from support.hf_families import FAMILIES
 
-GROUPED = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe")
+GROUPED = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
 def rewritten(model: nn.Module, x: Tensor) -> list[str]:
