@@ -78,7 +78,7 @@ def _counted(node: fx.Node) -> tuple[Any, Any, tuple[Any, ...], int] | None:
     operands = operand_nodes(node) if node.op == "call_function" else []
     if node.target is routing.grouped_mm or node.target is routing.spread:
         weight, count = operands[:2] if node.target is routing.spread else operands[1:3]
-        choice: Any = count if count.target is routing.counts else count.args[0]  # type: ignore[union-attr, index]
+        choice: Any = count if count.target is routing.counts else count.args[0]  # type: ignore[union-attr]
         arguments = arguments_of(choice)
         args = (arguments["chosen"], arguments["number"], arguments["grouped"], arguments["capacity"])
         return weight, load_of_choice, args, arguments["number"]

@@ -188,5 +188,5 @@ def _taken(node: fx.Node) -> tuple[Any, Any]:
     if node.target is aten.index_select.default:
         arguments = arguments_of(node)
         return (arguments["self"], arguments["index"]) if arguments["dim"] == 0 else (None, None)
-    indices = arguments_of(node)["indices"] if node.target is aten.index.Tensor else ()
+    indices: Any = arguments_of(node)["indices"] if node.target is aten.index.Tensor else ()
     return (node.args[0], indices[0]) if len(indices) == 1 else (None, None)
