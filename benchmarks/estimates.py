@@ -587,10 +587,38 @@ def mcore() -> None:
         print(f"  {name:<34}{row}")
 
 
+H800 = "989TF 3.35TB/s 80GB node=8x200GB/s net=50GB/s"
+HOURS = 180.0
+"""Thousand GPU hours for a trillion tokens of DeepSeek-V3 (2024, arXiv 2412.19437, section 1), on 2,048 H800."""
+
+
+def deepseek() -> None:
+    """Hours of DeepSeek-V3: 671B parameters, 256 experts over ep=64, sixteen stages; 15,360 rows of 4,096 tokens."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    with torch.device("meta"):
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(use_cache=False)).train()
+    model.set_experts_implementation("grouped_mm")
+    tokens = torch.ones(2, 4096, dtype=torch.long)
+    est = autotp.estimate(
+        model, gpu=H800, pp=16, dp=128, ep=64, batch=15_360, dtype=torch.bfloat16, compiled=True,
+        example_inputs={"input_ids": tokens, "labels": tokens},
+    )  # fmt: skip
+    thousands = est.layout.devices / est.tokens * 1e12 / 3600 / 1000  # Of hours, for each second of a step.
+    hidden = est.seconds - est.spent["all-to-all ep"]
+    rows = [
+        Row("thousand hours for a trillion tokens", HOURS, est.seconds * thousands, "bfloat16, 1F1B, zero=0"),
+        Row("the same, if computation hid the exchange", HOURS, hidden * thousands, "as DualPipe does"),
+    ]
+    show("DeepSeek-V3 on 2,048 H800", rows, "published: FP8, and a token goes to four nodes at most")
+    print("  a step spends " + ", ".join(f"{s:.3g} s: {name}" for name, s in est.spent.items()))
+
+
 TABLES = {
     f.__name__: f
     for f in (
         table4, fig7, table5, peak, fig1, table1, splits, search1, table2, weak, strong, heads, epochs, node, mcore,
+        deepseek,
     )
 }  # fmt: skip
 

@@ -52,8 +52,8 @@ def channels(group: RankGroup, device: Hardware) -> int:
     return max(1, min(CHANNELS, math.ceil(min(bandwidth, device.node_bandwidth) / CHANNEL_BANDWIDTH)))
 
 
-RINGS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
-"""How often a ring goes around for a collective. An all-to-all is no ring, and sends as much to each other rank."""
+RINGS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
+"""How often a ring goes around for a collective."""
 
 
 def collective_seconds(name: str, size: float, group: RankGroup, device: Hardware) -> float:
@@ -67,6 +67,8 @@ def collective_seconds(name: str, size: float, group: RankGroup, device: Hardwar
         return 0.0
     if name == "reduce-scatter" and not device.is_gpu:
         name = "all-reduce"  # gloo sums the whole tensor on all ranks.
+    if name == "all-to-all":
+        return _exchange_seconds(size, group, device)
     per_node, rounds = group.per_node(device), RINGS[name]
     bandwidth = device.node_bandwidth * device.link_sustained
     if group.crosses(device):
@@ -78,6 +80,20 @@ def collective_seconds(name: str, size: float, group: RankGroup, device: Hardwar
         return ring  # NCCL has trees for sums only.
     tree = rounds * (math.ceil(math.log2(group.size)) * device.latency + size / bandwidth)
     return min(ring, tree)
+
+
+def _exchange_seconds(size: float, group: RankGroup, device: Hardware) -> float:
+    """Returns the seconds of an all-to-all: a rank sends as much to each other one, in its node and beside to others.
+
+    To ranks of other nodes it sends through its own adapter alone.
+
+    Args:
+        size: the bytes of a rank, of which it keeps one part in `group.size`.
+    """
+    per_node, part = group.per_node(device), size / group.size
+    inside = (per_node - 1) * part / (device.node_bandwidth * device.link_sustained)
+    outside = (group.size - per_node) * part / (device.net_bandwidth * device.net_sustained)
+    return max(inside, outside) + (group.size - 1) * device.latency
 
 
 def send_seconds(size: float, distance: int, device: Hardware) -> float:

@@ -145,10 +145,10 @@ def expect_training(training: Training, pp: int, dp: int, tp: int) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise Error(f"{name}={size!r} is not a whole number of 1 or more", fix=f"{name}=2")
     engine_of(training.schedule, training.interleave)
-    _expect_experts(training, dp)
+    expect_experts(training, dp)
 
 
-def _expect_experts(training: Training, dp: int) -> None:
+def expect_experts(training: Training, dp: int) -> None:
     """Raises Error if experts cannot be cut over replicas in this layout, or beside another option."""
     ep = training.ep
     if dp % ep:

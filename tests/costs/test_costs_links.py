@@ -46,3 +46,9 @@ def test_a_small_tensor_takes_latencies() -> None:
 def test_a_send_crosses_nodes_by_its_distance() -> None:
     assert send_seconds(1e9, 8, A100) == pytest.approx(1e9 / A100.net_bandwidth / A100.link_sustained)
     assert send_seconds(1e9, 4, A100) == pytest.approx(1e9 / INSIDE)
+
+
+def test_an_exchange_across_nodes_uses_the_adapter_of_each_rank_alone() -> None:
+    """Of 16 ranks on two nodes, half of a rank's bytes leave its node; the others go beside it over faster links."""
+    assert collective_seconds("all-to-all", 8e9, RankGroup(size=16, stride=1), A100) == pytest.approx(4e9 / ACROSS)
+    assert collective_seconds("all-to-all", 8e9, RankGroup(size=8, stride=1), A100) == pytest.approx(7e9 / INSIDE)

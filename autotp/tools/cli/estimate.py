@@ -63,10 +63,14 @@ def estimate_command(
     """
     expect_writable(html, trace)
     mesh: dict[str, Any] = {"pp": pp, "dp": dp, "zero": zero, "schedule": schedule.value, "interleave": interleave}
+    if prove and chosen["ep"] > 1:
+        raise WrongUse("--prove: autotp.verify does not prove layouts with --ep")
     with arguments_in_use():
         device, computed = hardware_of(gpu), dtype_named(dtype)
         # These raise before the model is built, which may take long.
-        StepLayout(batch=batch, micro_batch=micro_batch, dtype=computed, tp=tp, cp=chosen["cp"], **mesh)
+        StepLayout(
+            batch=batch, micro_batch=micro_batch, dtype=computed, tp=tp, cp=chosen["cp"], ep=chosen["ep"], **mesh
+        )
         engine_of(schedule.value, interleave)
     made, inputs = on_meta(argument), argument.example_inputs()
     expect_room(made, device.memory, tp * (dp if zero == 3 else 1))
@@ -77,8 +81,9 @@ def estimate_command(
         )  # fmt: skip
     microbatches = est.layout.microbatches
     # It may have been built on the CPU. On meta the proof takes no memory for values.
+    proved = {name: value for name, value in chosen.items() if name != "ep"}
     proof = None if not prove else verify(
-        made.to("meta"), tp, microbatches=microbatches, example_inputs=inputs, **mesh, **chosen
+        made.to("meta"), tp, microbatches=microbatches, example_inputs=inputs, **mesh, **proved
     )  # fmt: skip
     if html is not None:
         save_page(est, html, proof=proof)

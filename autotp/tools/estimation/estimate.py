@@ -21,7 +21,8 @@ from autotp.tools.estimation.counts.pieces import CAPTURED_ROWS, Capturing, Lowe
 from autotp.tools.estimation.layout import AUTOTP, COMPILED, StepLayout
 from autotp.tools.estimation.price import Prices, price, savings
 from autotp.tools.estimation.result import Estimate
-from autotp.training.pipeline.schedules import Schedule, Training, engine_of
+from autotp.training.distribute import expect_experts
+from autotp.training.pipeline.schedules import Schedule, engine_of
 
 LENGTHS = ("block_size", "n_positions", "max_position_embeddings", "seq_length", "n_ctx", "max_seq_len")
 """The names under which configurations have the longest sequence."""
@@ -37,6 +38,7 @@ def estimate(
     pp: int = 1,
     dp: int = 1,
     cp: int = 1,
+    ep: int = 1,
     micro_batch: int = 1,
     schedule: Schedule = "1F1B",
     interleave: int | None = None,
@@ -61,7 +63,7 @@ def estimate(
         gpu: the name of a kind of device ("a100-80gb"; a wrong name lists them), or a line that describes one:
             "989TF 3.35TB/s 80GB node=8x450GB/s net=50GB/s".
         batch: the rows of a step, over all replicas.
-        tp, pp, dp, cp, zero: as for `distribute`.
+        tp, pp, dp, cp, ep, zero: as for `distribute`.
         options: as for `distribute`.
         micro_batch: the rows of a microbatch; a replica has batch / dp / micro_batch microbatches.
         schedule: as for `distribute`.
@@ -91,8 +93,8 @@ def estimate(
         expect_arguments(estimate, gpu=gpu, interleave=interleave, dtype=dtype, compiled=compiled, sequence=sequence)
         device = hardware_of(gpu)
         layout = StepLayout(
-            batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch, schedule=schedule, interleave=interleave,
-            zero=zero, dtype=dtype, **options,
+            batch=batch, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, micro_batch=micro_batch, schedule=schedule,
+            interleave=interleave, zero=zero, dtype=dtype, **options,
         )  # fmt: skip
         # Raises for a schedule that there is not, before the model is captured.
         engine_of(schedule, interleave)
@@ -101,7 +103,7 @@ def estimate(
         priced = price(prices, layout)
         return replace(priced, savings=savings(prices, priced))
 
-    context = f", cp={cp}" * (cp != 1)
+    context = f", cp={cp}" * (cp != 1) + f", ep={ep}" * (ep != 1)
     return within(f"estimate({type(model).__name__}, tp={tp}, pp={pp}, dp={dp}{context})", run)
 
 
@@ -146,19 +148,15 @@ def lowered_for(call: Capturing, layout: StepLayout, without: tuple[str, ...] = 
     Args:
         checked: whether the types of the graph are checked.
     """
-    schedule: Any = layout.schedule
-    overlap: Overlap = layout.overlap if layout.micro_batch > 1 else "none"  # A divided row is not counted.
-    training = Training(
-        outputs="local", sequence_parallel=layout.sequence_parallel, recompute=layout.recompute, summed=True,
-        schedule=schedule, compute_dtype=layout.dtype, without=without, cp=layout.cp, overlap=overlap,
-        cp_attention=layout.cp_attention,
-    )  # fmt: skip
     # What was asked for is checked as `distribute` checks it, also where a microbatch has one row.
-    expect_choices(replace(training, overlap=layout.overlap, memory=layout.memory))
+    expect_choices(layout.training)
+    expect_experts(layout.training, layout.dp)
+    overlap: Overlap = layout.overlap if layout.micro_batch > 1 else "none"  # A divided row is not counted.
+    training = replace(layout.training, without=without, overlap=overlap, memory=None, zero=0)
     try:
         return lowered(call, layout.tp, training, checked)
     except Error:
-        if layout.pp > 1:
+        if layout.pp > 1 or layout.ep > 1:
             raise
     return lowered(call, layout.tp, replace(training, summed=False), checked)  # As under `parallelize`.
 

@@ -9,6 +9,7 @@ import torch
 
 from autotp.errors import Error
 from autotp.options import CpAttention, Memory, Overlap, Recompute
+from autotp.training.pipeline.schedules import Training
 
 DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
 
@@ -26,6 +27,7 @@ class StepLayout:
     pp: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 1
     micro_batch: int = 1
     schedule: str = "1F1B"
     interleave: int | None = None
@@ -38,7 +40,7 @@ class StepLayout:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "tp", "pp", "dp", "cp", "micro_batch"):
+        for name in ("batch", "tp", "pp", "dp", "cp", "ep", "micro_batch"):
             size: Any = getattr(self, name)
             # To Python, True is an int.
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -74,6 +76,16 @@ class StepLayout:
         """The number of microbatches of a replica in a step."""
         return self.batch // (self.dp * self.micro_batch)
 
+    @property
+    def training(self) -> Training:
+        """What `distribute` would be asked for, but for the number of microbatches."""
+        schedule: Any = self.schedule
+        return Training(
+            outputs="local", sequence_parallel=self.sequence_parallel, recompute=self.recompute, memory=self.memory,
+            summed=True, schedule=schedule, compute_dtype=self.dtype, cp=self.cp, ep=self.ep, overlap=self.overlap,
+            cp_attention=self.cp_attention, zero=self.zero,
+        )  # fmt: skip
+
     def equals_but_for_micro_batch(self, layout: StepLayout) -> bool:
         """True if the layouts are equal, or differ in the rows of a microbatch only."""
         return {**vars(self), "micro_batch": 0} == {**vars(layout), "micro_batch": 0}
@@ -81,6 +93,7 @@ class StepLayout:
     def __str__(self) -> str:
         rounds = f" x{self.interleave}" if self.interleave else ""
         parts = [f"tp={self.tp}", *[f"cp={self.cp}"] * (self.cp > 1), f"pp={self.pp}", f"dp={self.dp}"]
+        parts += [f"ep={self.ep}"] * (self.ep > 1)
         parts += [f"micro_batch={self.micro_batch}"]
         parts += [f"{self.schedule}{rounds}"] * (self.pp > 1)
         parts += ["sequence_parallel"] * self.sequence_parallel

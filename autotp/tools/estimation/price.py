@@ -26,11 +26,13 @@ from autotp.tools.estimation.layout import AUTOTP, FOREACH, Practice, StepLayout
 from autotp.tools.estimation.replicas import (
     ReplicaWaits,
     Unit,
+    copies_of,
     itemsize_of,
     replicas_of,
     sums_of_buckets,
     sums_of_units,
     units_of,
+    zero_ranks,
 )
 from autotp.tools.estimation.result import Estimate, RankMemory, TimeSaving
 from autotp.tools.estimation.seconds.beside_compute import link_free, slowed
@@ -56,6 +58,7 @@ class Prices:
         self, model: Lowered, device: Hardware, practice: Practice, scaled: bool = False, flops: float | None = None
     ) -> None:
         self.model, self.device, self.practice = model, device, practice
+        self._recorded_model = model
         self._scaled, self._row_flops = scaled, flops
         self._recorded: dict[tuple[int, bool], Recorded] = {}
         self._times: dict[int, list[Times]] = {}
@@ -67,11 +70,13 @@ class Prices:
     def totals(self, names: frozenset[str]) -> tuple[Parameter, ...]:
         """Returns what parameters are together: one parameter for all that differ in nothing but size."""
         if names not in self._totals:
-            sizes = Counter[tuple[int, bool]]()
+            sizes = Counter[tuple[int, bool, bool]]()
             for parameter in (self.model.parameters[name] for name in names):
-                sizes[parameter.itemsize, parameter.learns] += parameter.elements
-            totals = (Parameter(elements=n, itemsize=size, learns=learns) for (size, learns), n in sizes.items())
-            self._totals[names] = tuple(totals)
+                sizes[parameter.itemsize, parameter.learns, parameter.of_experts] += parameter.elements
+            self._totals[names] = tuple(
+                Parameter(elements=n, itemsize=size, learns=learns, of_experts=of_experts)
+                for (size, learns, of_experts), n in sizes.items()
+            )
         return self._totals[names]
 
     def copied(self, names: frozenset[str]) -> int:
@@ -88,6 +93,12 @@ class Prices:
         prices.practice, prices._times = practice, {}
         return prices
 
+    def of(self, model: Lowered) -> Prices:
+        """Returns the prices of a model that has the same records, which stay those of the graph of this one."""
+        prices = copy.copy(self)
+        prices.model, prices._times, prices._totals, prices._copied = model, {}, {}, {}
+        return prices
+
     def pieces(self, rows: int) -> Recorded:
         """Returns the records of the pieces for a microbatch of `rows` rows."""
         if (rows, self.practice.fused) not in self._recorded:
@@ -102,7 +113,7 @@ class Prices:
         """Returns the records without kernels that are joined."""
         # One row is another case (scale.py), and two and three are what others are made of.
         scaled_records = self._from_two_and_three(rows) if self._scaled and rows > 3 else None
-        return scaled_records or recorded(self.model, rows, self.device.is_gpu, self.practice.early_stop)
+        return scaled_records or recorded(self._recorded_model, rows, self.device.is_gpu, self.practice.early_stop)
 
     def _from_two_and_three(self, rows: int) -> Recorded | None:
         """Returns the records of `rows` rows, made of those of two rows and of three; None if these are not alike."""
@@ -118,18 +129,18 @@ class Prices:
     def times(self, rows: int) -> list[Times]:
         """Returns the times of each kind of piece."""
         if rows not in self._times:
-            tp, cp = self.model.program.tp, self.model.training.cp
             training = self.model.training
+            tp, cp, ep = self.model.program.tp, training.cp, training.ep
             turns = training.overlap != "none" and training.recompute == "none"
             beside = self.practice.beside_products
             records = self.pieces(rows).records
-            self._times[rows] = [piece_times(x, self.device, tp, cp, turns, beside) for x in records]
+            self._times[rows] = [piece_times(x, self.device, tp, cp, turns, beside, ep) for x in records]
         return self._times[rows]
 
     def flops(self, rows: int) -> float:
         """Returns the FLOPs of a microbatch on one device that would hold the whole model, without recomputation."""
         if self._row_flops is None:
-            self._row_flops = whole_flops(self.model, 1)
+            self._row_flops = whole_flops(self._recorded_model, 1)
         return self._row_flops * rows
 
     def stages(self, engine: Engine, ranks: int, microbatches: int) -> list[list[int]]:
@@ -361,9 +372,11 @@ def _exchange_ends(prices: Prices, layout: StepLayout, step: Simulated, rank: in
     total = sum(seconds for timed in sums.values() for _, seconds in timed)
     halves = any(half != "B" for _, half in last.values())
     # Small gradients are copied to a bucket; behind backward they are copied back, under it they stay there.
-    copied = (2 if practice.overlapped else 4) * prices.copied(names) if practice.buckets and not layout.zero else 0
+    # The trainer sums behind backward where ranks have experts of their own.
+    overlapped = practice.overlapped and (layout.ep == 1 or layout.zero > 0)
+    copied = (2 if overlapped else 4) * prices.copied(names) if practice.buckets and not layout.zero else 0
     done += copied / (device.memory_bandwidth * device.memory_sustained)
-    if not practice.overlapped or (halves and layout.zero):
+    if not overlapped or (halves and layout.zero):
         return done + total
     begins = {stage: ends[stage] if halves else start for stage, (start, _) in last.items()}
     free = link_free(
@@ -409,11 +422,11 @@ def cast_seconds(prices: Prices, layout: StepLayout, names: frozenset[str]) -> f
     device, practice = prices.device, prices.practice
     if not practice.casts:
         return 0.0
-    divided = layout.dp if layout.zero else 1
-    copied = 2 if divided > 1 else 0  # What is gathered is copied to the parameters.
     moved = 0.0
     for parameter in prices.totals(names):
         wide, narrow = parameter.itemsize, itemsize_of(layout, parameter.itemsize)
+        divided = zero_ranks(layout, parameter)
+        copied = 2 if divided > 1 else 0  # What is gathered is copied to the parameters.
         moved += parameter.elements * ((wide + narrow) * (narrow != wide) / divided + copied * narrow)
     times = practice.gathers * layout.microbatches if layout.zero == 3 else 1
     return moved * times / (device.memory_bandwidth * device.memory_sustained)
@@ -448,8 +461,8 @@ def _added_bytes(layout: StepLayout, wide: int, narrow: int) -> float:
 def update_seconds(prices: Prices, layout: StepLayout, names: frozenset[str]) -> float:
     """Returns the seconds of the optimizer's step of a rank: it moves memory."""
     device, practice = prices.device, prices.practice
-    elements = sum(parameter.elements for parameter in _learnt(prices, names))
-    moved = elements * practice.optimizer / (layout.dp if layout.zero else 1)
+    elements = sum(parameter.elements / zero_ranks(layout, parameter) for parameter in _learnt(prices, names))
+    moved = elements * practice.optimizer
     return moved / (device.memory_bandwidth * device.memory_sustained) + device.launch
 
 
@@ -469,14 +482,20 @@ def _rank_memory(
 ) -> RankMemory:
     """Returns the memory of a pipeline rank at its fullest moment."""
     practice = prices.practice
-    weights = sum(p.bytes for p in prices.totals(names))
+    weights = sum(p.bytes / zero_ranks(layout, p) for p in prices.totals(names))
     learnt = _learnt(prices, names)
-    gradients = sum(p.elements * (practice.gradient or p.itemsize) for p in learnt)
-    state = sum(p.elements * (2 * p.itemsize if practice.state is None else practice.state) for p in learnt)
-    share = layout.dp if layout.zero else 1
+    # From ZeRO 2 on each replica keeps only its part of the gradients.
+    gradients = sum(
+        p.elements * (practice.gradient or p.itemsize) / (zero_ranks(layout, p) if layout.zero > 1 else 1)
+        for p in learnt
+    )
+    state = sum(
+        p.elements * (2 * p.itemsize if practice.state is None else practice.state) / zero_ranks(layout, p)
+        for p in learnt
+    )
     stages_of_rank = sorted({action.stage for action in row})
     copies = sum(
-        gathered_bytes(p.bytes, _copy(p, layout), layout.zero, layout.dp, len(stages[i].parameters))
+        gathered_bytes(p.bytes, _copy(p, layout), layout.zero, zero_ranks(layout, p), len(stages[i].parameters))
         for i in stages_of_rank
         for p in prices.totals(stages[i].parameters)
     )
@@ -492,16 +511,23 @@ def _rank_memory(
         together = max(together, float(min(BUCKET, prices.copied(names))))
     transients = max(0.0, together - activations - logits)
     return RankMemory(
-        buffers=buffer_bytes(groups_of(layout.axes), prices.device),
-        weights=weights / share,
+        buffers=buffer_bytes([*groups_of(layout.axes), *_groups_of_experts(layout)], prices.device),
+        weights=weights,
         copies=copies,
-        gradients=gradients / (share if layout.zero > 1 else 1),
-        optimizer=state / share,
+        gradients=gradients,
+        optimizer=state,
         activations=activations,
         logits=logits,
         transients=transients,
         is_gpu=prices.device.is_gpu,
     )
+
+
+def _groups_of_experts(layout: StepLayout) -> list[RankGroup]:
+    """Returns the groups that a rank communicates in for experts that are cut over some of its replicas."""
+    if not 1 < layout.ep < layout.dp:
+        return []
+    return [RankGroup(size=layout.ep, stride=layout.model_ranks), copies_of(layout)]
 
 
 def _copy(parameter: Parameter, layout: StepLayout) -> int:

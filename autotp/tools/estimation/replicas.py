@@ -45,6 +45,16 @@ def replicas_of(layout: StepLayout) -> RankGroup:
     return RankGroup(size=layout.dp, stride=layout.model_ranks)
 
 
+def copies_of(layout: StepLayout) -> RankGroup:
+    """Returns the group of the ranks that hold the same experts of the same stage."""
+    return RankGroup(size=layout.dp // layout.ep, stride=layout.model_ranks * layout.ep)
+
+
+def zero_ranks(layout: StepLayout, parameter: Parameter) -> int:
+    """Returns the number of replicas that ZeRO divides a parameter over; it does not divide experts of a rank's own."""
+    return layout.dp if layout.zero and not parameter.of_experts else 1
+
+
 def gradient_bytes(prices: Prices, parameters: Sequence[Parameter]) -> float:
     """Returns the bytes of the gradients of parameters, as they are summed over replicas."""
     return sum(p.elements * (prices.practice.gradient or p.itemsize) for p in parameters if p.learns)
@@ -61,10 +71,13 @@ def exchanged(prices: Prices, layout: StepLayout, names: frozenset[str], count: 
     Args:
         count: the number of units that the names are in.
     """
-    group, device, parameters = replicas_of(layout), prices.device, prices.totals(names)
+    group, device, every = replicas_of(layout), prices.device, prices.totals(names)
+    parameters = [parameter for parameter in every if not parameter.of_experts]
     gradients = gradient_bytes(prices, parameters)
+    experts = gradient_bytes(prices, [parameter for parameter in every if parameter.of_experts])
+    of_experts = collective_seconds("all-reduce", experts, copies_of(layout), device)
     if not layout.zero:
-        return 0.0, collective_seconds("all-reduce", gradients, group, device)
+        return 0.0, collective_seconds("all-reduce", gradients, group, device) + of_experts
     units = len(names) if prices.practice.units == "parameter" else count
     narrow = float(sum(p.elements * itemsize_of(layout, p.itemsize) for p in parameters if p.learns))
 
@@ -73,7 +86,8 @@ def exchanged(prices: Prices, layout: StepLayout, names: frozenset[str], count: 
         copies = group.size * device.launch + 2 * size / (device.memory_bandwidth * device.memory_sustained)
         return units * (collective_seconds(name, size, group, device) + copies * prices.practice.listed)
 
-    return seconds("all-gather", narrow / max(1, units)), seconds("reduce-scatter", gradients / max(1, units))
+    gathered, summed = narrow / max(1, units), gradients / max(1, units)
+    return seconds("all-gather", gathered), seconds("reduce-scatter", summed) + of_experts
 
 
 def units_of(
@@ -114,18 +128,18 @@ def sums_of_buckets(
     Args:
         backward: of each piece, the seconds of its backward.
     """
-    group, itemsize = replicas_of(layout), prices.practice.gradient
+    itemsize, groups = prices.practice.gradient, {False: replicas_of(layout), True: copies_of(layout)}
     # Without both, all gradients are summed at once, behind backward.
     limit = BUCKET if prices.practice.buckets or prices.practice.overlapped else math.inf
-    sums, now, filled = list[tuple[float, float]](), 0.0, 0.0
+    sums, now, filled = list[tuple[float, float]](), 0.0, {False: 0.0, True: 0.0}
     # The gradient of a weight that several pieces read is complete when backward reaches the first of them.
     first = {name: i for i in reversed(range(len(pieces))) for name in pieces[i].parameters}
 
-    def close() -> None:
-        nonlocal filled
-        if filled:
-            sums.append((now, collective_seconds("all-reduce", filled, group, prices.device)))
-        filled = 0.0
+    def close(of_experts: bool) -> None:
+        if filled[of_experts]:
+            seconds = collective_seconds("all-reduce", filled[of_experts], groups[of_experts], prices.device)
+            sums.append((now, seconds))
+        filled[of_experts] = 0.0
 
     start = 0.0
     for i in reversed(range(len(pieces))):
@@ -134,14 +148,15 @@ def sums_of_buckets(
         elements = sum(p.elements for p in learnt)
         for parameter in learnt:
             size = parameter.elements * (itemsize or parameter.itemsize)
-            if filled + size > limit:
-                close()
+            if filled[parameter.of_experts] + size > limit:
+                close(parameter.of_experts)
             now += backward[i] * parameter.elements / elements
-            filled += size
+            filled[parameter.of_experts] += size
         # A piece without parameters that learn takes its time, too.
         start += backward[i]
         now = start
-    close()
+    close(of_experts=False)
+    close(of_experts=True)
     return sums
 
 

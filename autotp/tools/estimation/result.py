@@ -11,8 +11,9 @@ from autotp.costs.room import ALLOCATOR, LIBRARIES, reserved
 from autotp.diagnostics.plan import MemoryPlan
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import within
-from autotp.tools.estimation.error_bars import memory_bar, row_bar, step_bar
+from autotp.tools.estimation.error_bars import FULLEST, memory_bar, row_bar, step_bar
 from autotp.tools.estimation.layout import StepLayout
+from autotp.tools.estimation.seconds.times import EXPERTS
 
 KINDS_OF_TENSORS = ("weights", "copies", "gradients", "optimizer", "activations", "logits", "transients")
 """The kinds of tensors in the memory of a rank."""
@@ -203,7 +204,13 @@ class Estimate(Shown):
     @property
     def error(self) -> float:
         """The relative error bar of `seconds`, and of all that is computed from it."""
-        return step_bar(self.device, self.layout.zero)
+        return step_bar(self.device, self.layout.zero) + self.uneven_seconds / self.seconds
+
+    @property
+    def uneven_seconds(self) -> float:
+        """The seconds by which a step is longer where the fullest rank of `ep` has more rows than the mean."""
+        of_rows = sum(self.spent.get(name, 0.0) for name in (EXPERTS, "all-to-all ep"))
+        return FULLEST * of_rows * (self.layout.ep > 1)
 
     def watch(self, trainer: Any, steps: int = 20, show: Callable[[Any], Any] = print) -> Any:
         """Returns a `Comparison` that the next steps of a trainer fill: what was predicted, and what is measured.
@@ -251,6 +258,11 @@ class Estimate(Shown):
             f"hardware     {self.hardware_tflops:.1f} ±{self.hardware_tflops * self.error:.1f} TFLOP/s, with what is "
             "computed again",
             *[f"tokens       {speed:,.0f} ±{speed * self.error:,.0f} a second"] * bool(speed),
+            *[
+                f"experts      {self.uneven_seconds:.2g} s of the error bar is for a rank of ep={self.layout.ep} with "
+                f"{FULLEST:.0%} more rows than the mean"
+            ]
+            * (self.layout.ep > 1),
         )
         bars = ("error bar", *(f"±{bar:.1%}" for bar in self.memory_error.values()), "")
         fit, fullest = "fits" if self.fits else "does not fit", self.fullest

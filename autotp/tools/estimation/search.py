@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ from autotp.costs.room import tensor_room
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error, within
 from autotp.ops.eager_mode import uncollected
+from autotp.ops.experts.rows import dispatch
 from autotp.options import Memory, Recompute, memory_limit
+from autotp.passes.plan.experts.experts import experts
+from autotp.passes.plan.infer_axes import infer_axes
 from autotp.tools.estimation.closed_form import ClosedForms
 from autotp.tools.estimation.counts.pieces import Lowered, lowered_again
 from autotp.tools.estimation.error_bars import why_zero_3
@@ -32,6 +36,7 @@ from autotp.tools.estimation.layout import AUTOTP, COMPILED, Practice, StepLayou
 from autotp.tools.estimation.price import Prices, memory_of_ranks, price, step_seconds
 from autotp.tools.estimation.result import Estimate
 from autotp.tools.estimation.start_lines import in_lines, python_line, torchrun_line
+from autotp.training.distribute import expect_experts
 from autotp.training.pipeline.schedules import engine_of
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -145,9 +150,10 @@ def search(
     """Returns the fastest layouts of a training step of `model` on `gpus` devices, by `estimate`.
 
     It tries all numbers of tensor-parallel ranks that divide `gpus`, up to two nodes; all numbers of stages and
-    replicas; for sequences of 8,192 tokens or more, 2, 4 and 8 context-parallel ranks; micro-batches of 1 to 32 rows;
-    the schedules 1F1B, interleaved and zero-bubble; ZeRO 0 and 1, and without a pipeline 2 and 3, too. What does not
-    fit is tried with `memory=`, the fastest choice of what stays and what is computed again.
+    replicas; for sequences of 8,192 tokens or more, 2, 4 and 8 context-parallel ranks; for a mixture, all numbers of
+    replicas that its experts can be cut over; micro-batches of 1 to 32 rows; the schedules 1F1B, interleaved and
+    zero-bubble; ZeRO 0 and 1, and without a pipeline 2 and 3, too. What does not fit is tried with `memory=`, the
+    fastest choice of what stays and what is computed again.
     Sequence parallelism is on wherever there are tensor-parallel ranks: over NCCL it sends as many bytes, and saves
     memory. Graphs are counted here; `estimate` and `distribute` check their types, too.
 
@@ -225,36 +231,68 @@ class Layouts:
         self.device, self.most, self.dtype = device, most, dtype
         self._rough: dict[tuple[StepLayout, ClosedForms], Rough] = {}
         self._practice, self._call = practice, estimated_call(model, sequence, example_inputs)
-        self._prices: dict[tuple[int, int, Recompute, bool], Prices] = {}
-        self._forms: dict[tuple[int, int, bool], ClosedForms] = {}
+        self._prices: dict[tuple[int, int, int, Recompute, bool], Prices] = {}
+        self._forms: dict[tuple[int, int, int, bool], ClosedForms] = {}
         self.pipelines = True
 
-    def prices(self, tp: int, cp: int, recompute: Recompute, halves: bool = False) -> Prices:
+    def prices(self, tp: int, cp: int, recompute: Recompute, halves: bool = False, ep: int = 1) -> Prices:
         """Returns the prices of numbers of tensor-parallel and context-parallel ranks, with a way of recomputation.
 
         Args:
             halves: whether backward runs in two halves: then no sum over ranks runs beside products.
+            ep: the replicas that experts are cut over.
         """
-        if (tp, cp, "none", halves) not in self._prices:
-            model = self._halved(tp, cp) if halves else self._lowered(tp, cp)
+        if (tp, cp, ep, "none", halves) not in self._prices:
+            model = self._halved(tp, cp) if halves else self._lowered(tp, cp, ep)
             earlier = next(iter(self._prices.values()), None)  # The FLOPs of a row are those of any number of ranks.
             flops = None if earlier is None else earlier.flops(1)
-            self._prices[tp, cp, "none", halves] = Prices(model, self.device, self._practice, scaled=True, flops=flops)
-        if (tp, cp, recompute, halves) not in self._prices:
-            plain = self._prices[tp, cp, "none", halves]
+            prices = Prices(model, self.device, self._practice, scaled=True, flops=flops)
+            self._prices[tp, cp, ep, "none", halves] = prices
+        if (tp, cp, ep, recompute, halves) not in self._prices:
+            plain = self._prices[tp, cp, ep, "none", halves]
             again = replace(plain.model, training=replace(plain.model.training, recompute=recompute))
-            self._prices[tp, cp, recompute, halves] = Prices(
+            self._prices[tp, cp, ep, recompute, halves] = Prices(
                 again, self.device, self._practice, scaled=True, flops=plain.flops(1)
             )
-        return self._prices[tp, cp, recompute, halves]
+        return self._prices[tp, cp, ep, recompute, halves]
 
-    def _lowered(self, tp: int, cp: int) -> Lowered:
+    @cached_property
+    def experts(self) -> int:
+        """The greatest number of replicas that the experts of each layer can be cut over; 1 for a model without."""
+        program = self.prices(1, 1, "none").model.program
+        sorted_rows, _ = experts(program.graph, infer_axes(program.graph), program.captured.parameters, 1)
+        return math.gcd(*(node.args[1] for node in sorted_rows.nodes if node.target is dispatch)) or 1
+
+    def expert_ranks(self, dp: int) -> list[int]:
+        """Returns the numbers of replicas that experts may be cut over."""
+        return [n for n in range(1, dp + 1) if math.gcd(dp, self.experts) % n == 0]
+
+    def _alike(self, tp: int, ep: int) -> Prices:
+        """Returns rough prices of a number of replicas that experts are cut over, without their graph.
+
+        A rank computes as many rows for any number: only the links that these cross, and its weights, are others.
+        """
+        least = min(n for n in range(2, ep + 1) if ep % n == 0)
+        prices = self.prices(tp, 1, "none", ep=least)
+        if ep == least:
+            return prices
+        parameters = {
+            name: replace(p, elements=math.ceil(p.elements * least / ep)) if p.of_experts else p
+            for name, p in prices.model.parameters.items()
+        }
+        return prices.of(replace(prices.model, parameters=parameters, training=replace(prices.model.training, ep=ep)))
+
+    def _lowered(self, tp: int, cp: int, ep: int) -> Lowered:
         """Returns the model for numbers of ranks. Its types are not checked: `estimate` and `distribute` check them."""
         pp, sequence_parallel = 1 + self.pipelines, tp > 1
-        layout = StepLayout(batch=1, tp=tp, cp=cp, pp=pp, sequence_parallel=sequence_parallel, dtype=self.dtype)
+        layout = StepLayout(
+            batch=ep, tp=tp, cp=cp, pp=pp, dp=ep, ep=ep, sequence_parallel=sequence_parallel, dtype=self.dtype
+        )
         try:
             return lowered_for(self._call, layout, checked=False)
         except Error:
+            if ep > 1:
+                raise
             self.pipelines = False  # As `distribute`; without a pipeline it may be that `parallelize` can.
             return lowered_for(self._call, replace(layout, pp=1), checked=False)
 
@@ -282,7 +320,7 @@ class Layouts:
 
     def _price(self, layout: StepLayout) -> Estimate:
         halves = layout.pp > 1 and engine_of(layout.schedule).halves
-        return price(self.prices(layout.tp, layout.cp, layout.recompute, halves), layout)
+        return price(self.prices(layout.tp, layout.cp, layout.recompute, halves, layout.ep), layout)
 
     def ranks(self, gpus: int) -> list[int]:
         """Returns the numbers of tensor-parallel ranks: up to two nodes."""
@@ -309,11 +347,12 @@ class Layouts:
                 return [1]
         return counts
 
-    def closed_forms(self, tp: int, cp: int) -> ClosedForms:
+    def closed_forms(self, tp: int, cp: int, ep: int = 1) -> ClosedForms:
         """Returns the closed forms of numbers of ranks; they serve for halves of backward, too."""
-        key = tp, cp, self.is_lowered(tp, cp)
+        key = tp, cp, ep, self.is_lowered(tp, cp)
         if key not in self._forms:
-            self._forms[key] = ClosedForms(self.prices(tp, cp, "none")) if key[-1] else self._low(tp, cp)
+            prices = self._alike(tp, ep) if ep > 1 else self.prices(tp, cp, "none") if key[-1] else None
+            self._forms[key] = self._low(tp, cp) if prices is None else ClosedForms(prices)
         return self._forms[key]
 
     def _low(self, tp: int, cp: int) -> ClosedForms:
@@ -324,7 +363,7 @@ class Layouts:
 
     def is_lowered(self, tp: int, cp: int) -> bool:
         """True if closed forms of these ranks are those of their graph, whose prices are not low."""
-        return cp == 1 or (tp, cp, "none", False) in self._prices
+        return cp == 1 or (tp, cp, 1, "none", False) in self._prices
 
     def refine(self, priced: Sequence[tuple[StepLayout, Rough]], tp: int, cp: int) -> list[tuple[StepLayout, Rough]]:
         """Returns the layouts, with the rough prices of the graph of these ranks; without those that are refused."""
@@ -348,7 +387,7 @@ class Layouts:
         return Rough(keeping.seconds + part**2 * (full.seconds - keeping.seconds), memory)
 
     def _rough_of(self, layout: StepLayout) -> Rough:
-        forms = self.closed_forms(layout.tp, layout.cp)
+        forms = self.closed_forms(layout.tp, layout.cp, layout.ep)
         if (layout, forms) not in self._rough:
             step, prices = forms.simulated(layout), forms.prices
             memory = memory_of_ranks(prices, layout, step)
@@ -374,14 +413,24 @@ class Layouts:
                     option for n in micro_batches for option in _schedules(pp, blocks, batch // dp // n)
                 )
                 budgets = self.budgets((tp, cp, dp, pp))
-                for (schedule, interleave), zero, memory in itertools.product(ways, _stages(dp, pp), budgets):
-                    for micro in micro_batches:
+                choices = itertools.product(self.expert_ranks(dp), ways, _stages(dp, pp), budgets)
+                for ep, (schedule, interleave), zero, memory in choices:
+                    layout = StepLayout(
+                        batch=batch, tp=tp, cp=cp, pp=pp, dp=dp, ep=ep, micro_batch=1, schedule=schedule,
+                        interleave=interleave, zero=zero, memory=memory, sequence_parallel=tp > 1, dtype=self.dtype,
+                    )  # fmt: skip
+                    for micro in micro_batches if _cuts_experts(layout) else ():
                         if (schedule, interleave) in _schedules(pp, blocks, batch // dp // micro):
-                            yield StepLayout(
-                                batch=batch, tp=tp, cp=cp, pp=pp, dp=dp, micro_batch=micro, schedule=schedule,
-                                interleave=interleave, zero=zero, memory=memory,
-                                sequence_parallel=tp > 1, dtype=self.dtype,
-                            )  # fmt: skip
+                            yield replace(layout, micro_batch=micro)
+
+
+def _cuts_experts(layout: StepLayout) -> bool:
+    """True unless `distribute` refuses to cut experts over replicas in a layout."""
+    try:
+        expect_experts(layout.training, layout.dp)
+    except Error:
+        return False
+    return True
 
 
 def _stages(dp: int, pp: int) -> tuple[int, ...]:
@@ -517,6 +566,7 @@ def _obvious(won: StepLayout, node: int) -> Mapping[str, Any]:
         "tp in a node, and a pipeline": lambda x: x.tp == node and x.cp == 1 < x.pp,
         "cp without tp": lambda x: x.tp == 1 < x.cp,
         "tp across nodes": lambda x: x.tp > node,
+        "all experts on each replica": lambda x: x.ep == 1 < won.ep,
         "half the tp": lambda x: 2 * x.tp == won.tp,
         "twice the tp": lambda x: x.tp == 2 * won.tp <= node,
     }

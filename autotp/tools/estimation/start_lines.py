@@ -34,7 +34,8 @@ def torchrun_line(devices: int, node: int) -> str:
 def python_line(layout: StepLayout) -> str:
     """Returns the call of `distribute` for a layout."""
     arguments = [f"{name}={getattr(layout, name)}" for name in ("tp", "pp", "dp")]
-    arguments += [f"cp={layout.cp}"] * (layout.cp > 1) + [f"microbatches={layout.microbatches}"]
+    arguments += [f"{name}={getattr(layout, name)}" for name in ("cp", "ep") if getattr(layout, name) > 1]
+    arguments += [f"microbatches={layout.microbatches}"]
     arguments += [f'schedule="{layout.schedule}"'] * (layout.pp > 1 and layout.schedule != "1F1B")
     arguments += [f"interleave={layout.interleave}"] * (layout.pp > 1 and layout.interleave is not None)
     arguments += ["sequence_parallel=True"] * layout.sequence_parallel

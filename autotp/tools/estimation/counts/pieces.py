@@ -26,11 +26,13 @@ from autotp.passes.emit.memory.budget import Budget
 from autotp.passes.fingerprint import operators_as_text
 from autotp.passes.pipeline.loss_totals import TOTAL
 from autotp.passes.pipeline.stages import Stage, blocks_in_order, staged
+from autotp.passes.plan.experts.expert_parallel import EP, exchanges
 from autotp.passes.plan.propagate import needs_grad
 from autotp.passes.program.program import Program
 from autotp.rules.call import returned
 from autotp.rules.traits import draws
 from autotp.sharding.layout import Layout
+from autotp.sharding.partition import chunk_bounds
 from autotp.tools.estimation.counts.depth import name_in_block, shorten, whole_order
 from autotp.tools.estimation.counts.record import META, Reads, Record, Value, record
 from autotp.training.compute_dtype import cast_arguments
@@ -49,11 +51,13 @@ class Parameter:
         elements: the elements that the fullest rank holds.
         itemsize: bytes of an element, in the model's own dtype.
         learns: whether it has a gradient.
+        of_experts: whether ranks along `ep` have some experts of it each.
     """
 
     elements: int
     itemsize: int
     learns: bool
+    of_experts: bool = False
 
     @property
     def bytes(self) -> int:
@@ -212,6 +216,8 @@ def _lowered(
     last = training.cp - 1  # Its queries read the most keys.
     rows = places_of_rows(tensors, [])
     program = analyse_microbatch(skeleton, args, kwargs, tp, training, None, rows, last, call.captures)
+    stacks = {name for names in exchanges(program.graph, program.captured.parameters) for name in names}
+    program = replace(program, layouts=_with_own_experts(program.layouts, stacks, training.ep))
     graph = rank_graph(program, 0, training.randomness, checked=checked)
     blocks = blocks_in_order(graph, list(program.captured.parameters))
     order = whole_order(blocks, lengths)
@@ -221,7 +227,7 @@ def _lowered(
     parameters = {
         name: Parameter(
             elements=math.prod(map(int, program.layouts[captured].local_shape(0))), itemsize=whole[name].element_size(),
-            learns=whole[name].requires_grad,
+            learns=whole[name].requires_grad, of_experts=captured in stacks,
         )
         for name, captured in names.items() if name in whole
     }  # fmt: skip
@@ -229,6 +235,12 @@ def _lowered(
         name=type(model).__name__, program=program, graph=graph, captured_blocks=tuple(blocks), order=order,
         parameters=parameters, arguments=dict(zip(program.captured.inputs, tensors, strict=False)), training=training,
     )  # fmt: skip
+
+
+def _with_own_experts(layouts: Mapping[str, Layout], stacks: Collection[str], ep: int) -> dict[str, Layout]:
+    """Returns the layouts of the first of `ep` ranks. stacks: the parameters of which each has some experts"""
+    rows = {name: chunk_bounds(layouts[name].shape[0], ep, 0) for name in stacks}
+    return {name: replace(layout, rows=rows.get(name)) for name, layout in layouts.items()}
 
 
 def _middles_are_alike(model: Lowered, lengths: Mapping[str, int]) -> bool:
@@ -262,7 +274,8 @@ def whole_flops(model: Lowered, rows: int) -> float:
 
 
 def _uncut(program: Program) -> dict[str, Layout]:
-    return {name: Layout(layout.shape) for name, layout in program.layouts.items()}
+    # One device would have all experts; a product of as many rows with fewer of them has as many FLOPs.
+    return {name: Layout(layout.shape, rows=layout.rows) for name, layout in program.layouts.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,6 +466,7 @@ def _run(
 
 def piece_groups(model: Lowered, i: int, divided: Divided | None = None) -> dict[str, int]:
     """Returns the mesh axes over which a piece communicates, with their sizes: `tp`, or `tp/4` for 4 neighbours."""
-    graph, sizes = (divided or model.divided).stages[i].graph, {"tp": model.program.tp, "cp": model.training.cp}
+    graph, training = (divided or model.divided).stages[i].graph, model.training
+    sizes = {"tp": model.program.tp, "cp": training.cp, EP: training.ep}
     axes = {str(node.args[1]) for node in graph.nodes if node.target in COMMUNICATING}
     return {axis: int(axis.partition("/")[2] or sizes[axis]) for axis in sorted(axes)}

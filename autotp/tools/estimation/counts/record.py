@@ -27,8 +27,10 @@ from autotp.ops.attention.causal_rows import causal_rows, in_own_memory, mask_of
 from autotp.ops.attention.products import attention_weights
 from autotp.ops.attention.zigzag import pieces, zigzag_rows
 from autotp.ops.dropout import fast_attention, fast_causal_rows, fast_dropout, fast_zigzag_rows
+from autotp.ops.experts.exchange import exchange_counts
 from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.rules.registry import is_grouped
+from autotp.tools.estimation.counts.even_rows import even_exchange, even_groups
 from autotp.tools.estimation.counts.on_meta import call
 
 aten = torch.ops.aten
@@ -159,18 +161,6 @@ def is_padded(operator: Any) -> bool:
     return is_grouped(operator) and operator is not aten._grouped_mm.default
 
 
-def even_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Returns the products of groups of rows with a matrix each, as if all groups had as many rows.
-
-    x: [rows in]; weight: [groups in out]
-    """
-    groups, rows = weight.shape[0], x.shape[0]
-    rows_per_group = -(-rows // groups)
-    padded = torch.nn.functional.pad(x, (0, 0, 0, groups * rows_per_group - rows)) if rows % groups else x
-    products = torch.bmm(padded.view(groups, rows_per_group, -1), weight)
-    return products.view(groups * rows_per_group, -1)[:rows]
-
-
 def fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     """Returns the dropout of `x`, as GPUs compute it: it keeps a mask of one byte an element. x: [...]"""
     return aten.native_dropout.default(x, p, train)[0] if train and p else x
@@ -241,6 +231,7 @@ FUSED: dict[Any, Callable[..., Tensor]] = {
     fast_dropout: lambda x, p, _: fused_dropout(x, p, True),
     fast_attention: fused_fast_attention,
     causal_rows: fused_causal_rows,
+    exchange_counts: even_exchange,
     zigzag_rows: lambda *arguments: fused_zigzag_rows(*arguments[:7]),
     fast_causal_rows: lambda *arguments: fused_causal_rows(*arguments[:6]),
     fast_zigzag_rows: lambda *arguments: fused_zigzag_rows(*arguments[:7]),
@@ -290,6 +281,7 @@ def cpu_fast_zigzag_rows(query: Tensor, key: Tensor, value: Tensor, parts: int, 
 
 
 ON_CPU: dict[Any, Callable[..., Tensor]] = {
+    exchange_counts: even_exchange,
     fast_dropout: lambda x, p, _: fused_dropout(x, p, True),
     fast_attention: cpu_fast_attention,
     fast_causal_rows: cpu_fast_causal_rows,

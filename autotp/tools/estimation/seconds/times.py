@@ -21,6 +21,8 @@ from autotp.tools.estimation.counts.record import Record
 PRODUCTS, ELEMENTWISE = "products", "elementwise"
 WORK = {"product": PRODUCTS, "attention": PRODUCTS}
 """Kind of an operator -> the row of the table that it counts for."""
+EXPERTS, GROUPED = "experts", "_grouped_mm"
+"""The row of the table for products of experts with their rows, and the operator that counts for it."""
 SUMS = "all-reduce tp"
 """The row of the table for what waits for the sums of halves of a batch."""
 
@@ -90,29 +92,27 @@ def beside(seconds: float, collective: float, device: Hardware) -> float:
 
 
 def piece_times(
-    record: Record, device: Hardware, tp: int, cp: int = 1, in_turns: bool = False, beside_kernels: bool = True
-) -> Times:
+    record: Record, device: Hardware, tp: int, cp: int = 1, in_turns: bool = False, beside_kernels: bool = True,
+    ep: int = 1,
+) -> Times:  # fmt: skip
     """Returns the times of a piece, on `tp` tensor-parallel ranks, which are neighbours, for each of `cp` parts.
 
     Args:
+        ep: the number of replicas that experts are cut over.
         in_turns: whether the halves of a batch take turns.
         beside_kernels: whether collectives run beside kernels; else each is waited for where it starts.
     """
     last = {touch.memory: i for i, op in enumerate(record.ops) for touch in op.reads}
     now, free, weights = 0.0, 0.0, 0.0
     ends = dict[int, float]()
+    across = {"cp": RankGroup(size=cp, stride=tp), "ep": RankGroup(size=ep, stride=tp * cp)}
     spent, phases = defaultdict[str, float](float), defaultdict[bool, float](float)
     turns = _Ends(), _Ends()
     for i, op in enumerate(record.ops):
         before = now
         if op.kind == "collective":
-            across = op.axis == "cp"
             # `tp/4` is a group of four neighbours along the axis `tp`.
-            group = (
-                RankGroup(size=cp, stride=tp)
-                if across
-                else RankGroup(size=int(op.axis.partition("/")[2] or tp), stride=1)
-            )
+            group = across.get(op.axis) or RankGroup(size=int(op.axis.partition("/")[2] or tp), stride=1)
             free = max(free, now) + collective_seconds(op.name, op.size, group, device)
             ends[i] = free
             if not beside_kernels:
@@ -124,7 +124,7 @@ def piece_times(
             spent[f"{waited.name} {waited.axis.partition('/')[0]}"] += now - before
         else:
             now += beside(op_seconds(op, device), free - now, device)
-            spent[WORK.get(op.kind, ELEMENTWISE)] += now - before
+            spent[EXPERTS if op.name == GROUPED else WORK.get(op.kind, ELEMENTWISE)] += now - before
             # Backward reads the gradients of activations further on; what it does not read again is a parameter's
             # gradient.
             leaves = op.phase == "backward" and all(last.get(t.memory, -1) <= i for t in op.writes)
