@@ -14,7 +14,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -50,6 +50,8 @@ from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.emit.attach_parameters import Owner, module_at, place_in, value_at
 from autotp.passes.emit.memory.budget import budget_on
 from autotp.passes.emit.rank_program import RankProgram
+from autotp.passes.emit.zero.room import FEWEST, Room
+from autotp.passes.emit.zero.sharded_unit import ShardedUnit
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.passes.plan.experts.expert_parallel import EP, exchanges
 from autotp.passes.program.emitted import Seat
@@ -61,7 +63,7 @@ from autotp.runtime.fsdp import as_dtensors, rows_as_dtensors
 from autotp.runtime.graph_digest import digest, draws_alike, order_of, same_cards, same_graph, same_order
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.shard_parameters import leave_behind, shard_parameters
-from autotp.runtime.torch_hooks.gradient_hooks import add_gradients, move_hooks, without_hooks
+from autotp.runtime.torch_hooks.gradient_hooks import HooksOfStep, move_hooks
 from autotp.runtime.torch_hooks.loading import part_in
 from autotp.runtime.torch_hooks.optimizer_steps import count_anew, steps_taken
 from autotp.sharding.boxes import is_sharded, local_of
@@ -336,12 +338,15 @@ class Trainer(InGraphs, HasHoldings):
         self._several = groups.read_by_several_stages(
             stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of
         )
+        gathers_once = training.gathers_once(mesh["pp"].size())
+        self._room = None if gathers_once else Room[ShardedUnit](FEWEST)
         if self._experts or self._gathers:
             self._as_dtensors(stages, analysis.captured.parameters, whole)
         self._longest.note((args, kwargs), analysis)
         key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
         self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums_of(analysis, lowered))]
         self._learning: dict[Any, list[nn.Parameter]] = {}
+        self._hooks = HooksOfStep({}, {})
         for name, parameter in self.named_parameters():
             as_cut(parameter, Cut(name, self.layouts[name], self.place))
         self._seed()
@@ -647,10 +652,7 @@ class Trainer(InGraphs, HasHoldings):
         if self._gathers:
             values = {name: value_at(at) for name, at in places.items()}
             rows = {name for name, value in values.items() if is_sharded(value) and value not in self._experts}
-            alone = self.mesh["pp"].size() == 1
-            # The second half of a backward comes later, and reads parameters, too.
-            stay = self._training.zero < 3 or (self._training.engine.halves and not alone)
-            ready = ready.gathering(rows, self._training.compute_dtype, None if stay else 1, stays=alone)
+            ready = ready.gathering(rows, self._training.compute_dtype, self._room)
         return replace(ready.attached(places, owners.get, self._read), received=stage.received)
 
     def _seed(self) -> None:
@@ -693,8 +695,9 @@ class Trainer(InGraphs, HasHoldings):
         self._watchers = [watcher for watcher in self._watchers if watcher()]
         pipeline, inputs = self._begin(True, args, kwargs)
         before = {parameter: parameter.grad for parameter in self.parameters()}  # Summed over the ranks already.
+        self._hooks = hooks = HooksOfStep(before, {p: name for name, p in self.named_parameters()})
         try:
-            with without_hooks(before):
+            with hooks.put_off():
                 self.zero_grad(set_to_none=True)
                 self._scale(torch.zeros((), device=self.place.device))  # Initialises the scaler also without a loss.
                 sums = self._gradient_sums()
@@ -706,7 +709,7 @@ class Trainer(InGraphs, HasHoldings):
             for parameter, grad in before.items():
                 parameter.grad = grad
             raise
-        add_gradients(before)
+        within("Trainer.step", lambda: self._named_if_lost("Trainer.step", hooks.run))
         self.steps += 1
         loss = self._named_if_lost("Trainer.step", lambda: self._sum_losses(pipeline, losses))
         if self._scaler is None:
@@ -978,14 +981,21 @@ class Trainer(InGraphs, HasHoldings):
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
             # ZeRO 1 keeps whole gradients until the last microbatch; 2 and 3 keep rows, so each microbatch is summed.
-            work.graph.sum_now(self._training.zero > 1 or last)
+            complete = self._hooks.complete if last and pipeline.training and not self._exchanges else None
+            work.graph.sum_now(self._training.zero > 1 or last, complete)
             loss = self._scale(work(**part).sum())
             if pipeline.training:
-                with work.last_backward() if last else nullcontext():
+                with self._last_backward(work) if last else nullcontext():
                     loss.backward()
             losses.append(loss.detach())
         work.graph.sum_the_rest()
         return losses
+
+    def _last_backward(self, work: StageModule) -> AbstractContextManager[None]:
+        """Returns a region for the last backward of a step; on one replica it completes gradients."""
+        if self.mesh["dp"].size() == 1:
+            return self._hooks.as_gradients_arrive(self.parameters())
+        return work.last_backward()
 
     def _scale(self, loss: Tensor) -> Tensor:
         scaled: Tensor = loss if self._scaler is None else self._scaler.scale(loss)
@@ -1017,7 +1027,9 @@ class Trainer(InGraphs, HasHoldings):
         learning = self._learning.get(self._trained(), []) if self._sums_under_backward else []
         excluded = {*self.shared, *self._several}
         names = {parameter: name for name, parameter in self.named_parameters()} if learning else {}
-        sums = GradientSums([p for p in learning if names[p] not in excluded], self.mesh.get_group("dp"))
+        complete = self._hooks.complete if self.mesh["pp"].size() == 1 and self._hooks.steps else None
+        parameters = [p for p in learning if names[p] not in excluded]
+        sums = GradientSums(parameters, self.mesh.get_group("dp"), complete=complete)
         for work in self._works.values():
             work.sums = sums
         return sums
@@ -1034,7 +1046,8 @@ class Trainer(InGraphs, HasHoldings):
     def _note_learning(self) -> None:
         """Notes which parameters got a gradient: the same ones do in the next step in which as many are trained."""
         if self._sums_under_backward:
-            self._learning[self._trained()] = [p for p in self.parameters() if p.grad is not None]
+            stepped = self._hooks.stepped
+            self._learning[self._trained()] = [p for p in self.parameters() if p.grad is not None or p in stepped]
 
     def _sum_gradients(self, sums: GradientSums) -> None:
         """Sums gradients: of shared parameters over their stages, and of unsharded parameters over the replicas."""
