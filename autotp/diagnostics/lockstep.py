@@ -6,7 +6,8 @@ tensors of all ranks, with its conjugate as backward. The simulation is determin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -26,6 +27,8 @@ from autotp.options import Options
 from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, places
 from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.passes.emit.rank_program import RankProgram
+from autotp.passes.emit.zero.room import Room
+from autotp.passes.emit.zero.sharded_unit import ShardedUnit
 from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
 from autotp.sharding.partition import chunk_sizes
@@ -65,16 +68,20 @@ def run_programs(programs: Sequence[RankProgram], given: Sequence[Mapping[str, T
 
 
 def simulated(
-    graph: fx.Graph, tensors: Mapping[str, Tensor], program: Program, model: nn.Module, settings: Options, rank: int
-) -> RankProgram:
+    graph: fx.Graph, tensors: Mapping[str, Tensor], program: Program, model: nn.Module, settings: Options, rank: int,
+    rows: Collection[str] = (), room: Room[ShardedUnit] | None = None,
+) -> RankProgram:  # fmt: skip
     """Returns a rank's graph as on processes, but that it reads the parameters of the simulated rank.
 
     Args:
         tensors: the rank's parameters and buffers, by name.
         model: the whole model, whose blocks the graph has.
         rank: the tensor-parallel rank.
+        rows, room: the parameters that ZeRO divides over replicas, and the room of the rank. The nodes that gather them
+            run, on whole parameters.
     """
     ready = rank_program(graph, program, settings, torch.device("cpu"), {}, Seat(rank=rank))
+    ready = ready.gathering([x for x in ready.sources.values() if isinstance(x, str) and x in rows], None, room)
     where = places(model)[1]
     names = {(id(module), key): name for name, (module, key) in where.items()}
     blocks = dict(model.named_modules(remove_duplicate=False))
@@ -84,7 +91,7 @@ def simulated(
     def read(place: ParameterPlace) -> Tensor:
         return tensors[names[id(place[0]), place[1]]]
 
-    return ready.attached(where, blocks.get, read)
+    return replace(ready.attached(where, blocks.get, read), read_rows=read)
 
 
 def _recomputed(ranks: Sequence[Recomputed], inputs: Sequence[Sequence[Any]], cp: int) -> list[Any]:
@@ -119,6 +126,9 @@ def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Seq
             parts = [rank.get_submodule(str(node.target)) for rank, node in zip(modules, nodes, strict=True)]
             operands = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
             values = run_lockstep(parts, operands, cp)
+        elif nodes[0].op == "get_attr":
+            modules = cast(Sequence[nn.Module], ranks)
+            values = [rank.get_submodule(str(node.target)) for rank, node in zip(modules, nodes, strict=True)]
         elif isinstance(nodes[0].target, Vjp):
             arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
             run = partial(run_lockstep, cp=cp)
@@ -154,7 +164,8 @@ def _each(nodes: Sequence[fx.Node], envs: Sequence[dict[str, Any]]) -> list[Any]
     for node, env in zip(nodes, envs, strict=True):
         set_random_state(cpu, state)
         args, kwargs = _arguments(node, env)
-        values.append(node.target(*args, **kwargs))  # type: ignore[operator]
+        run: Any = getattr(args[0], str(node.target)) if node.op == "call_method" else node.target
+        values.append(run(*args[node.op == "call_method" :], **kwargs))
     return values
 
 

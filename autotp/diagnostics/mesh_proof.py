@@ -8,7 +8,8 @@ ever. Rows are independent and the loss is a sum over them (passes/pipeline), so
 whole batch. All replicas run the same graphs, so one stands for all.
 
 With ZeRO, each parameter of a rank is either divided over the replicas or whole on each; the whole ones are those that
-several stages of the rank read, that have no dimension, or no element on the rank.
+several stages of the rank read, that have no dimension, or no element on the rank. The nodes that gather and sum the
+divided ones are typed (passes/check/gathers.py), and run where a step is compared.
 
 Trusted are what the check trusts, torch's pipelining, and the collectives. `NOT_PROVED` says what of ZeRO is trusted.
 """
@@ -17,11 +18,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import fx, nn
 
-from autotp.compiler import flat_graphs
+from autotp.compiler import flat_graphs, rank_program
 from autotp.display.progress import progress
 from autotp.display.sheet import Table
 from autotp.errors import REPORT, Error
@@ -30,6 +32,8 @@ from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.check.stage_composition import Composition, compose
+from autotp.passes.emit.zero.room import FEWEST, Room
+from autotp.passes.emit.zero.sharded_unit import ShardedUnit
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.passes.program.program import Program
 from autotp.rules.call import nbytes_of
@@ -39,10 +43,7 @@ from autotp.training.pipeline.schedule_actions import Action, actions_of, play
 from autotp.training.pipeline.schedules import Training, analyse_microbatch, division, learning_of, stages_of
 from autotp.training.process_groups import holders, read_by_several_stages
 
-NOT_PROVED = (
-    "the division of a unit (a block, or the other parameters of a stage) over the replicas; that it gathers "
-    "the unit before the block runs, sums its gradients and frees it"
-)
+NOT_PROVED = "that replicas divide a parameter alike, and the two collectives of each unit (a block, or all else)"
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ class MeshProof:
             split = f"{_number(self.parameters - len(self.whole))} parameters are divided over {self.dp} replicas"
             rest = f", {len(self.whole) or 'none'} {'are' if len(self.whole) > 1 else 'is'} whole on each"
             yield "ZeRO", f"stage {self.zero}: {split}{rest}; the gradient of each is summed over the replicas once"
+            yield "gathers", "each block finds its parameters gathered, in forward and in backward"
 
 
 def _number(count: int) -> str:
@@ -173,7 +175,8 @@ def prove(
     ]
     program = programs[0]
     counts, divisions, first_graph = list[int](), list[tuple[Division, Composition]](), fx.Graph()
-    flats = (flat for rank_program in programs for flat in flat_graphs(rank_program, training.randomness))
+    first_stages = list[Stage]()
+    flats = (flat for of_cp_rank in programs for flat in flat_graphs(of_cp_rank, training.randomness))
     with progress(f"proof of {tp * training.cp * pp * dp} ranks") as line:
         for rank, flat in enumerate(flats):
             line.begin(f"tp rank {rank % tp}")
@@ -183,6 +186,7 @@ def prove(
             of_rank = programs[rank // tp]
             divided, stages = _divided(of_rank, graph, pp, training)
             divisions.append((divided, _composed(of_rank, graph, stages, divided, pp, training)))
+            first_stages = first_stages or stages
             if stages_of_ranks is not None:
                 stages_of_ranks.append(stages)
     first, composed = divisions[0]
@@ -194,6 +198,12 @@ def prove(
     tied = _homes(composed, names, first.ranks)
     undivided = {name for name, layout in program.layouts.items() if not layout.shape or 0 in layout.shape}
     undivided_names = tuple(sorted(_read_twice(composed, names, first.ranks) | undivided))
+    if training.zero and dp > 1:
+        gathered = {*names.values()} - {*undivided_names}
+        for stage in first_stages:
+            room = None if training.gathers_once(pp) else Room[ShardedUnit](FEWEST)
+            plain = replace(training, memory=None)  # What a budget keeps moves no gather.
+            rank_program(stage.graph, program, plain, torch.device("cpu"), {}).gathering(gathered, None, room)
     sent = tuple((len(values), sum(nbytes_of(value.meta["val"]) for value in values)) for values in composed.sent)
     learning = learning_of(program) if pp > 1 else None
     still = () if learning is None else tuple(name for name in names.values() if name not in learning)

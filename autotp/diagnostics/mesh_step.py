@@ -6,6 +6,7 @@ over them, as they do on real ranks. One device computes the whole batch at once
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,9 +23,12 @@ from autotp.diagnostics.differences import (
     step_differences,
 )
 from autotp.diagnostics.lockstep import run_programs, simulated
+from autotp.diagnostics.mesh_proof import MeshProof
 from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.pytree import flatten, signature_of
 from autotp.passes.emit.rank_program import RankProgram
+from autotp.passes.emit.zero.room import FEWEST, Room
+from autotp.passes.emit.zero.sharded_unit import ShardedUnit
 from autotp.passes.pipeline.stages import Stage
 from autotp.passes.program.loss_only import loss_among
 from autotp.passes.program.program import Program
@@ -38,8 +42,9 @@ Rows = tuple[Difference, ...]
 
 
 def compare_step(
-    model: nn.Module, inputs: Inputs, program: Program, stages: Sequence[Sequence[Stage]], dp: int, training: Training
-) -> tuple[Rows, Rows, Rows]:
+    model: nn.Module, inputs: Inputs, program: Program, stages: Sequence[Sequence[Stage]], proof: MeshProof,
+    training: Training,
+) -> tuple[Rows, Rows, Rows]:  # fmt: skip
     """Returns the differences of the loss, the gradients, and the parameters after a step of an optimizer.
 
     Args:
@@ -47,7 +52,9 @@ def compare_step(
         inputs: the arguments of a microbatch; the batch is made of its rows.
         program: the program of a microbatch.
         stages: the stages of each tensor-parallel rank, those of the first context-parallel rank first.
+        proof: what was proved of the layout: the number of replicas, and the parameters that ZeRO leaves whole.
     """
+    dp = proof.dp
     args, kwargs = signature_of(model).by_name(*inputs)
     places, parts = program.call.rows or frozenset(), training.microbatches
     whole = map_rows((args, kwargs), places, lambda x: _batch(x, parts * dp))
@@ -61,9 +68,14 @@ def compare_step(
     totals = named_totals(program, torch.stack(defined_counts).sum(0)) if defined_counts else {}
     # The tensor-parallel ranks of each context-parallel rank hold the same parts.
     ranks = [rank_tensors(model, program.layouts, rank % program.tp) for rank in range(len(stages))]
+    divided = {*program.captured.parameters.values()} - {*proof.whole} if proof.divides else ()
+    rooms = [None if training.gathers_once(proof.pp) else Room[ShardedUnit](FEWEST) for _ in ranks]
     programs = [
-        [simulated(stage.graph, local_tensors, program, model, training, i % program.tp) for stage in row]
-        for i, (row, local_tensors) in enumerate(zip(stages, ranks, strict=True))
+        [
+            simulated(stage.graph, local_tensors, program, model, training, i % program.tp, divided, room)
+            for stage in row
+        ]
+        for i, (row, local_tensors, room) in enumerate(zip(stages, ranks, rooms, strict=True))
     ]
     microbatches = [totals | _given(program, _part(whole, places, i, dp * parts)) for i in range(dp * parts)]
     rest = _rest_of_loss(program, stages, programs, microbatches)
@@ -73,6 +85,8 @@ def compare_step(
         rank_losses = [result[0] if rest is None else rest.add(result[0], result[1:], False) for result in results]
         # One backward for all ranks: a collective is one node of the graph that they share.
         torch.autograd.backward(rank_losses)
+        for stage_program in itertools.chain(*programs):
+            stage_program.sum_the_rest()
         losses = [sofar + rank_loss.detach() for sofar, rank_loss in zip(losses, rank_losses, strict=True)]
     scale = largest([loss.detach()])
     outputs = [Difference("loss", difference(loss.detach(), losses, Layout(()), scale))]

@@ -485,7 +485,8 @@ def verify(
     Args:
         model: an ordinary model, in the mode (train or eval) that is to be verified.
         tp: the number of ranks.
-        pp, dp, schedule, interleave, zero: as for `distribute`. What ZeRO gathers and sums is not verified.
+        pp, dp, schedule, interleave, zero: as for `distribute`. The nodes of ZeRO are checked and run, each
+            replica's on whole parameters.
         microbatches: as for `distribute`; by default as many as pipeline ranks. The step that is compared is made of
             the rows of the example inputs, which are those of a microbatch.
         example_inputs, cp: as for `parallelize`.
@@ -576,7 +577,7 @@ def compare_mesh(model: nn.Module, inputs: Inputs, sizes: tuple[int, int, int], 
         if any(map(draws, program.graph.nodes)):  # In a microbatch it draws others than one device for all rows.
             proof = replace(proof, not_computed="the model draws random numbers, such as dropout's")
             return Report(plan, (), (), (), mesh=proof)
-        return Report(plan, *compare_step(whole, inputs, program, stages, sizes[2], training), mesh=proof)
+        return Report(plan, *compare_step(whole, inputs, program, stages, proof, training), mesh=proof)
 
 
 def compare_calls(model: nn.Module, inputs: Inputs, tp: int, settings: Options, amend: Amend | None = None) -> Report:

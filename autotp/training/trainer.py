@@ -47,6 +47,8 @@ from autotp.passes.emit.attach_parameters import module_at, place_in, value_at
 from autotp.passes.emit.count_load import layers_of_experts
 from autotp.passes.emit.memory.budget import budget_on
 from autotp.passes.emit.rank_program import RankProgram
+from autotp.passes.emit.zero.room import FEWEST, Room
+from autotp.passes.emit.zero.sharded_unit import ShardedUnit
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.passes.plan.experts.expert_parallel import EP, exchanges
 from autotp.passes.program.emitted import Seat
@@ -57,7 +59,7 @@ from autotp.runtime.executable import CHECKED_CALLS, MOST
 from autotp.runtime.fsdp import rows_as_dtensors
 from autotp.runtime.graph_digest import digest, draws_alike, order_of, same_cards, same_graph, same_order
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
-from autotp.runtime.torch_hooks.gradient_hooks import add_gradients, without_hooks
+from autotp.runtime.torch_hooks.gradient_hooks import HooksOfStep
 from autotp.runtime.torch_hooks.loading import part_in
 from autotp.runtime.torch_hooks.optimizer_steps import count_anew, steps_taken
 from autotp.sharding.boxes import is_sharded, local_of
@@ -271,6 +273,8 @@ class Trainer(InGraphs, HasHoldings):
         self._several = groups.read_by_several_stages(
             stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of
         )
+        gathers_once = training.gathers_once(mesh["pp"].size())
+        self._room = None if gathers_once else Room[ShardedUnit](FEWEST)
         if self._experts or self._gathers:
             names = analysis.captured.parameters
             read = {name for i in self._my_stages for name in parameters_of_stage(stages[i], names)}
@@ -280,11 +284,12 @@ class Trainer(InGraphs, HasHoldings):
         key, shapes = (True, rows, structure_of(args, kwargs)), [x.shape for x in tensors]
         self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums_of(analysis, lowered))]
         self._gradients = ReplicaGradients(
-            self, self.shared, self._several, mesh.get_group("dp"),
+            self, self.shared, self._several, mesh.get_group("dp"), alone=mesh["pp"].size() == 1,
             # Graphs that gather sum by themselves, and a bucket takes plain tensors.
             under_backward=mesh["dp"].size() > 1 and not training.zero and not self._exchanges,
             experts=self._experts, copies=group_of(self._copies) if self._experts and self._copies.size > 1 else None,
         )  # fmt: skip
+        self._hooks = HooksOfStep({}, {})
         for name, parameter in self.named_parameters():
             as_cut(parameter, Cut(name, self.layouts[name], self.place))
         self._seed()
@@ -520,10 +525,7 @@ class Trainer(InGraphs, HasHoldings):
         if self._gathers:
             values = {name: value_at(at) for name, at in places.items()}
             rows = {name for name, value in values.items() if is_sharded(value) and value not in self._experts}
-            alone = self._pp.size() == 1
-            # The second half of a backward comes later, and reads parameters, too.
-            stay = self._training.zero < 3 or (self._training.engine.halves and not alone)
-            ready = ready.gathering(rows, self._training.compute_dtype, None if stay else 1, stays=alone)
+            ready = ready.gathering(rows, self._training.compute_dtype, self._room)
         return replace(ready.attached(places, owners.get, self._read), received=stage.received)
 
     def _seed(self) -> None:
@@ -566,21 +568,22 @@ class Trainer(InGraphs, HasHoldings):
         self._watchers = [watcher for watcher in self._watchers if watcher()]
         pipeline, inputs = self._begin(True, args, kwargs)
         before = {parameter: parameter.grad for parameter in self.parameters()}  # Summed over the ranks already.
+        self._hooks = hooks = HooksOfStep(before, {p: name for name, p in self.named_parameters()})
         try:
-            with without_hooks(before):
+            with hooks.put_off():
                 self.zero_grad(set_to_none=True)
                 self._scale(torch.zeros((), device=self.place.device))  # Initialises the scaler also without a loss.
-                sums = self._gradients.begin()
+                sums = self._gradients.begin(hooks)
                 for work in self._works.values():
                     work.sums = sums
                 losses = self._named_if_lost("Trainer.step", lambda: self._run(pipeline, inputs))
-                self._named_if_lost("Trainer.step", lambda: self._gradients.finish(sums))
+                self._named_if_lost("Trainer.step", lambda: self._gradients.finish(sums, hooks.stepped))
                 self._drop_zeros(pipeline.learning)
         except BaseException:  # The step adds nothing, and what was there stays.
             for parameter, grad in before.items():
                 parameter.grad = grad
             raise
-        add_gradients(before)
+        within("Trainer.step", lambda: self._named_if_lost("Trainer.step", hooks.run))
         self.steps += 1
         loss = self._named_if_lost("Trainer.step", lambda: self._sum_losses(pipeline, losses))
         if self._expert_numbers:
@@ -794,6 +797,7 @@ class Trainer(InGraphs, HasHoldings):
                     pipeline, self._works, inputs, self._training,
                     has_last=len(self._division.blocks) - 1 in self._my_stages,
                     adds_rest=self.replicas.rank == 0, scale=self._scale, device=self.place.device,
+                    hooks=self._hooks, completes=not self._exchanges, replicas=self.replicas.size,
                 ).losses()  # fmt: skip
         except BaseException as error:  # Other ranks wait for a stage, or a part of the gradients is held.
             divided = self._pp.size() > 1 or (self._training.zero and self.replicas.size > 1)

@@ -216,7 +216,14 @@ def attach_parameters(
     return fx.GraphModule(root, attached)
 
 
-def block_that_reads(node: fx.Node, names: Mapping[str, str]) -> str:
-    """Returns the block of a parameter if only calls of this block read it; else ""."""
-    block = block_in(names.get(node.name, ""))
-    return block if all(user.op == "call_module" and block_of(user) == block for user in node.users) else ""
+def block_that_reads(node: fx.Node, names: Mapping[str, str], apart: type | tuple[type, ...] = ()) -> str:
+    """Returns the block of a parameter if only calls of this block read it; else "".
+
+    Args:
+        apart: types of operators that do not read values.
+    """
+    block, users = (
+        block_in(names.get(node.name, "")),
+        [user for user in node.users if not isinstance(user.target, apart)],
+    )
+    return block if all(user.op == "call_module" and block_of(user) == block for user in users) else ""

@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from autotp.errors import Error
 from autotp.ops.experts.load import LoadNotes
+from autotp.passes.check.gathers import check_gathers
 from autotp.passes.emit.attach_parameters import ParameterPlace, ReadParameter, attach_parameters, value_at
-from autotp.passes.emit.gather_ahead import gather_ahead
-from autotp.passes.emit.sharded_unit import ShardedUnit
+from autotp.passes.emit.zero.gather_ahead import gather_ahead
+from autotp.passes.emit.zero.room import Room
+from autotp.passes.emit.zero.sharded_unit import ShardedUnit
 from autotp.rules.call import placeholders
 
 
@@ -33,6 +35,7 @@ class RankProgram:
         order: the placeholders of `module` with their sources, in order; None for what a call gives.
         received: of a stage, the placeholders for tensors from other stages.
         rows: the names of the parameters that the graph takes as rows, and gathers itself.
+        read_rows: returns the rows at a place.
     """
 
     module: fx.GraphModule
@@ -43,6 +46,7 @@ class RankProgram:
     order: Sequence[tuple[str, str | Tensor | None]] = ()
     received: Sequence[str] = ()
     rows: Collection[str] = ()
+    read_rows: ReadParameter = value_at
 
     def attached(
         self,
@@ -59,10 +63,17 @@ class RankProgram:
         return replace(self, module=module, places=places, read=read, order=order)
 
     def gathering(
-        self, rows: Collection[str], dtype: torch.dtype | None, ahead: int | None = 1, stays: bool = False
+        self, rows: Collection[str], dtype: torch.dtype | None, room: Room[ShardedUnit] | None
     ) -> RankProgram:
-        """Returns the graph for replicas that keep rows of some parameters; arguments as for `gather_ahead`."""
-        module = gather_ahead(self.module, self.parameters, rows, dtype, ahead, stays) if rows else self.module
+        """Returns the graph for replicas that keep rows of some parameters; arguments as for `gather_ahead`.
+
+        Raises:
+            Error: as `check_gathers`.
+        """
+        if not rows:
+            return replace(self, rows=rows)
+        module = gather_ahead(self.module, self.parameters, rows, dtype, room)
+        check_gathers(module, self.module.graph, self.parameters, rows)
         return replace(self, module=module, rows=rows)
 
     @property
@@ -80,13 +91,17 @@ class RankProgram:
         for load in self.loads:
             load.calls.clear()
         for unit in self.units:
-            if not unit.frees:
-                unit.start(*(value_at(self.places[name]) for name in unit.names))
+            if unit.room is None:
+                unit.start((), *(self.read_rows(self.places[name]) for name in unit.names))
 
-    def sum_now(self, now: bool) -> None:
-        """Says whether the next backward sums gradients over the replicas; else they are added up."""
+    def sum_now(self, now: bool, complete: Callable[[Tensor], None] | None = None) -> None:
+        """Says whether the next backward sums gradients over the replicas; else they are added up.
+
+        Args:
+            complete: called with each parameter whose gradient is then complete.
+        """
         for unit in self.units:
-            unit.sums_now = now
+            unit.sums_now, unit.sums.complete = now, complete
 
     def sum_the_rest(self) -> None:
         """Sums the gradients that no backward has summed, and waits for all sums."""
@@ -118,7 +133,7 @@ class RankProgram:
         if not isinstance(source, str):
             return source
         if source in self.rows:
-            return value_at(self.places[source])
+            return self.read_rows(self.places[source])
         tensor = self.read(self.places[source])
         if isinstance(tensor, DTensor):
             raise Error(

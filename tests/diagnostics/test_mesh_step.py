@@ -22,9 +22,9 @@ SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 61, "n_layer": 4, "n_hea
 MESHES: list[dict[str, Any]] = [
     {"tp": 2, "pp": 2, "dp": 2, "microbatches": 2},
     {"tp": 3, "pp": 2, "microbatches": 4, "schedule": "interleaved", "sequence_parallel": True},
-    {"tp": 1, "dp": 3},
+    {"tp": 1, "dp": 3, "microbatches": 2, "zero": 3},
     {"tp": 2, "microbatches": 2, "recompute": "full"},
-    {"tp": 2, "pp": 2, "microbatches": 2, "memory": "60%"},
+    {"tp": 2, "pp": 2, "dp": 2, "microbatches": 2, "memory": "60%", "zero": 3},
     {"tp": 1, "pp": 2, "dp": 2, "microbatches": 4, "schedule": "zero-bubble-v", "zero": 1, "recompute": "selective"},
 ]
 

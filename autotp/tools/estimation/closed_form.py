@@ -106,10 +106,12 @@ class ClosedForms:
         stage = self._stage(replace(layout, schedule="1F1B", interleave=None), count)
         half: Half = "W" if engine.halves and layout.pp > 1 else "B"
         first, last = row = Action(0, "F", 0), Action(0, half, microbatches - 1)
-        waits = ReplicaWaits(
-            layout=layout, practice=self.prices.practice, device=self.prices.device, units=[stage.units], order=(row,)
-        )
         times, (forward, backward) = stage.times, (Action(0, "F", 1), Action(0, "B", microbatches - 1))
+        between = (Action(0, "B", 0), forward) if microbatches > 1 else ()
+        waits = ReplicaWaits(
+            layout=layout, practice=self.prices.practice, device=self.prices.device, units=[stage.units],
+            order=((first, *between, backward),),
+        )  # fmt: skip
         busy = stage.casts + microbatches * (times.forward + times.backward)
         # The first forward counts by itself: under ZeRO 1 and 2 only it waits for gathered parameters.
         waited = waits.seconds(first, 0.0) + (microbatches - 1) * waits.seconds(forward, 0.0)

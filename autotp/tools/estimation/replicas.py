@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 from autotp.costs.hardware import Hardware
 from autotp.costs.links import RankGroup, collective_seconds
+from autotp.passes.emit.zero.room import FEWEST, gathered
 from autotp.tools.estimation.counts.pieces import ModelPiece, Parameter
 from autotp.tools.estimation.layout import Practice, StepLayout
 from autotp.tools.estimation.seconds.beside_compute import PassOverUnits, run_beside, slowed
 from autotp.training.pipeline.gradient_buckets import BUCKET
 from autotp.training.pipeline.schedule_actions import Action
+from autotp.training.pipeline.schedules import Training
 
 if TYPE_CHECKING:
     from autotp.tools.estimation.price import Prices
@@ -32,12 +34,14 @@ class Unit:
         forward, backward: seconds of a microbatch.
         gather: seconds to gather its parameters once; 0 without ZeRO.
         sum: seconds to sum its gradients once.
+        bytes: of its parameters, as they are gathered.
     """
 
     forward: float = 0.0
     backward: float = 0.0
     gather: float = 0.0
     sum: float = 0.0
+    bytes: float = 0.0
 
 
 def replicas_of(layout: StepLayout) -> RankGroup:
@@ -65,6 +69,11 @@ def itemsize_of(layout: StepLayout, parameter_itemsize: int) -> int:
     return parameter_itemsize if layout.dtype is None else layout.dtype.itemsize
 
 
+def gathered_bytes(prices: Prices, layout: StepLayout, names: frozenset[str]) -> float:
+    """Returns the bytes of parameters as they are gathered: those that are frozen, too."""
+    return float(sum(p.elements * itemsize_of(layout, p.itemsize) for p in prices.totals(names)))
+
+
 def exchanged(prices: Prices, layout: StepLayout, names: frozenset[str], count: int = 1) -> tuple[float, float]:
     """Returns the seconds to gather parameters once, and to sum their gradients once.
 
@@ -79,7 +88,7 @@ def exchanged(prices: Prices, layout: StepLayout, names: frozenset[str], count: 
     if not layout.zero:
         return 0.0, collective_seconds("all-reduce", gradients, group, device) + of_experts
     units = len(names) if prices.practice.units == "parameter" else count
-    narrow = float(sum(p.elements * itemsize_of(layout, p.itemsize) for p in parameters if p.learns))
+    narrow = gathered_bytes(prices, layout, names)
 
     def seconds(name: str, size: float) -> float:
         # A kernel for each replica, which together read and write all.
@@ -103,9 +112,10 @@ def units_of(
         names = frozenset(name for name in piece.parameters if piece.name and name.startswith(f"{piece.name}."))
         outside |= {*piece.parameters} - names
         gather, sums = exchanged(prices, layout, names)
-        units.append(Unit(forward=forward, backward=backward, gather=gather, sum=sums))
+        size = gathered_bytes(prices, layout, names)
+        units.append(Unit(forward=forward, backward=backward, gather=gather, sum=sums, bytes=size))
     gather, sums = exchanged(prices, layout, frozenset(outside))
-    return (Unit(gather=gather, sum=sums), *units)
+    return (Unit(gather=gather, sum=sums, bytes=gathered_bytes(prices, layout, frozenset(outside))), *units)
 
 
 def sums_of_units(units: Sequence[Unit]) -> list[tuple[float, float]]:
@@ -181,9 +191,45 @@ class ReplicaWaits:
         return [list(dict.fromkeys(action.stage for action in row)) for row in self.order]
 
     @cached_property
-    def _backward_waits(self) -> list[tuple[float, float]]:
-        """The seconds for which a backward of each stage waits for parameters, and for sums."""
-        return [self._in_backward(units) for units in self.units]
+    def gathered(self) -> dict[Action, frozenset[int]]:
+        """The places of the units that each action gathers: by the count that the nodes of the graphs follow."""
+        once, counts = self._once, dict[Action, frozenset[int]]()
+        for row in self.order:
+            begun, passes = set[int](), list[list[tuple[int, int]]]()
+            for action in row:
+                units = self.units[action.stage]
+                blocks = [(action.stage, i) for i in range(1, len(units)) if units[i].gather]
+                passes.append([] if once else blocks if action.half == "F" else blocks[::-1])
+            for action, starts in zip(row, gathered(passes, FEWEST), strict=True):
+                places = {i for _, i in starts}
+                if action.stage not in begun:
+                    places |= set(range(len(self.units[action.stage]))) if once else {0}
+                begun.add(action.stage)
+                counts[action] = frozenset(places)
+        return counts
+
+    @property
+    def _once(self) -> bool:
+        """Whether parameters are gathered once a step, as `Training.gathers_once` says."""
+        return Training(schedule=self.layout.schedule, zero=self.layout.zero).gathers_once(self.layout.pp)  # type: ignore[arg-type]
+
+    def of_rank(self, rank: int) -> tuple[int, float]:
+        """Returns the number of gathers in a step of a pipeline rank, and their bytes, which each replica receives."""
+        gathers = [self.units[action.stage][i] for action in self.order[rank] for i in self.gathered[action]]
+        return sum(unit.gather > 0 for unit in gathers), sum(unit.bytes for unit in gathers)
+
+    def _places(self, action: Action) -> frozenset[int]:
+        return self.gathered.get(action, frozenset())  # A closed form plays some actions of many.
+
+    def _gathers(self, action: Action) -> list[float]:
+        """Returns the seconds in which an action gathers each unit."""
+        places = self._places(action)
+        return [unit.gather * (i in places) for i, unit in enumerate(self.units[action.stage])]
+
+    @cached_property
+    def _backward_waits(self) -> dict[tuple[int, frozenset[int]], tuple[float, float]]:
+        """The seconds for which a backward of a stage, which gathers some units, waits for parameters, and for sums."""
+        return {}
 
     @property
     def sums_each_backward(self) -> bool:
@@ -193,7 +239,7 @@ class ReplicaWaits:
     @property
     def tail(self) -> float:
         """The seconds of the last sums behind the last backward, where each backward sums gradients."""
-        return self._backward(self.units[0]).tail if self.practice.overlapped else 0.0
+        return self._backward(self.order[0][-1]).tail if self.practice.overlapped else 0.0
 
     def seconds(self, action: Action, begin: float) -> float:
         """Returns the seconds for which an action that begins at `begin` waits."""
@@ -206,18 +252,21 @@ class ReplicaWaits:
         if self.layout.dp == 1 or not zero or action.half == "W":
             return 0.0, 0.0
         if action.half != "F":
-            return self._backward_waits[action.stage]
-        # They stay gathered until the step ends.
-        if zero < 3 and action.microbatch:
-            return 0.0, 0.0
-        total = sum(unit.gather for unit in units)
+            key = action.stage, self._places(action)
+            if key not in self._backward_waits:
+                self._backward_waits[key] = self._in_backward(action)
+            return self._backward_waits[key]
         if not self.practice.ahead:
-            return total, 0.0
-        waited = self._all_ahead(action, begin) if zero < 3 else self._forward(units).waited
-        return waited + self._slowed(total - waited), 0.0
+            # They stay gathered until the step ends, unless ZeRO 3 drops them.
+            return sum(unit.gather for unit in units) * (zero == 3 or not action.microbatch), 0.0
+        gathers = self._gathers(action)
+        waited = self._all_ahead(action, begin) if self._once else self._forward(units, gathers).waited
+        return waited + self._slowed(sum(gathers) - waited), 0.0
 
     def _all_ahead(self, action: Action, begin: float) -> float:
         """Returns the seconds for which a first forward waits: all is gathered from the start of the step."""
+        if not self._places(action):
+            return 0.0
         stages_of_rank = next(stages for stages in self._stages_of_ranks if action.stage in stages)
         before = sum(u.gather for i in stages_of_rank[: stages_of_rank.index(action.stage)] for u in self.units[i])
         units = self.units[action.stage]
@@ -226,25 +275,26 @@ class ReplicaWaits:
         work, gathers = [unit.forward for unit in units], [unit.gather for unit in units]
         return run_beside(work, gathers, [0.0] * len(units), begin=begin, ahead=math.inf).waited
 
-    def _forward(self, units: Sequence[Unit]) -> PassOverUnits:
-        return run_beside([unit.forward for unit in units], [unit.gather for unit in units], [0.0] * len(units))
+    def _forward(self, units: Sequence[Unit], gathers: Sequence[float]) -> PassOverUnits:
+        return run_beside([unit.forward for unit in units], gathers, [0.0] * len(units))
 
-    def _backward(self, units: Sequence[Unit]) -> PassOverUnits:
-        """Returns the backward of a microbatch beside its collectives. What is outside of blocks stays gathered."""
-        order, practice = units[::-1], self.practice
-        gathered, summed = self.layout.zero == 3 and practice.ahead, self.sums_each_backward and practice.overlapped
-        again = [unit.gather * gathered for unit in order[:-1]]
-        return run_beside([unit.backward for unit in order], [*again, 0.0], [unit.sum * summed for unit in order])
+    def _backward(self, action: Action) -> PassOverUnits:
+        """Returns the backward of a microbatch beside its collectives."""
+        order, practice = self.units[action.stage][::-1], self.practice
+        summed = self.sums_each_backward and practice.overlapped
+        gathers = self._gathers(action)[::-1] if practice.ahead else [0.0] * len(order)
+        return run_beside([unit.backward for unit in order], gathers, [unit.sum * summed for unit in order])
 
-    def _in_backward(self, units: Sequence[Unit]) -> tuple[float, float]:
+    def _in_backward(self, action: Action) -> tuple[float, float]:
         """Returns the seconds for which a backward waits for parameters, and for sums."""
-        gathers = sum(unit.gather for unit in units) if self.layout.zero == 3 else 0.0
+        units, practice = self.units[action.stage], self.practice
         sums = sum(unit.sum for unit in units) if self.sums_each_backward else 0.0
-        beside, practice = self._backward(units), self.practice
-        ahead = (gathers - units[0].gather) if practice.ahead and gathers else 0.0
+        beside = self._backward(action)
+        ahead = sum(self._gathers(action)) if practice.ahead else 0.0
         under = sums if practice.overlapped else 0.0
         waited = beside.waited + self._slowed(max(0.0, ahead + under - beside.waited - beside.tail))
-        alone = (0.0 if practice.ahead else (practice.gathers - 1) * gathers), sums - under
+        again = sum(unit.gather for unit in units) * (self.layout.zero == 3 and not practice.ahead)
+        alone = (practice.gathers - 1) * again, sums - under
         return (alone[0] + waited, alone[1]) if ahead else (alone[0], alone[1] + waited)
 
     def _slowed(self, hidden: float) -> float:

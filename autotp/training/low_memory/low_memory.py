@@ -43,7 +43,8 @@ def low_memory(
             too, never in fewer bits. Gradients are cast to float32.
         in_backward: whether a parameter is stepped as soon as its gradient is complete, which is then freed. Keep
             `optimizer.step()`, after each backward. Gradients cannot be clipped by their norm, scaled or accumulated
-            over several calls of backward. A trainer steps so at the end of `trainer.step`.
+            over several calls of backward. A trainer steps so in the backward of the last microbatch; in a pipeline at
+            the end of `trainer.step`.
 
     Raises:
         Error: `kind` is not a class of optimizers, or an option has no such value. The class that is returned raises it

@@ -2,9 +2,11 @@
 
 NOTE [Steps in backward]
 With `in_backward` a parameter is stepped by torch's hook on its complete gradient, which is then freed. In a loop of
-one's own this is within backward, so that few gradients exist at a time. A trainer runs hooks once it has summed the
-gradients of all microbatches, replicas and stages (NOTE [When hooks run] in `gradient_hooks.py`). `optimizer.step()`
-stays in the loop: there ranks compare what they did, and it begins a new step.
+one's own this is within backward, so that few gradients exist at a time. In a trainer without a pipeline it is within
+the backward of the last microbatch, when a gradient is summed over the replicas: few gradients exist at a time if there
+is one microbatch. The stages of a pipeline end at different times, so there all hooks run at the end of the step (NOTE
+[When hooks run] in `gradient_hooks.py`). `optimizer.step()` stays in the loop: there ranks compare what they did, and
+it begins a new step.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from autotp.distributed.live_models import sorted_by_model
 from autotp.errors import Error, within
 from autotp.ops.collectives import reduce
 from autotp.runtime.holdings import holdings_of
+from autotp.runtime.torch_hooks.gradient_hooks import StepsOnArrival
 from autotp.runtime.torch_hooks.optimizer_state import InBackward
 from autotp.runtime.torch_hooks.optimizer_trial import (
     expect_elementwise,
@@ -127,7 +130,7 @@ class LowMemory(StepsElements, Optimizer):
             self._keys.append(self._states_of(self.param_groups[-1]))
         for p in self.param_groups[-1]["params"] if self.in_backward else ():
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(_steps_on_arrival(ref(self)))
+                p.register_post_accumulate_grad_hook(_Steps(ref(self)))
 
     @torch.no_grad()
     def step_now(self, p: Tensor) -> None:
@@ -414,14 +417,15 @@ class LowMemory(StepsElements, Optimizer):
                 scales[piece, key][..., blocks.shared] = shared
 
 
-def _steps_on_arrival(optimizer: ref[LowMemory]) -> Callable[[Tensor], None]:
-    """Returns a hook that steps a parameter; none steps it once its optimizer is gone."""
+class _Steps(StepsOnArrival):
+    """A hook that steps a parameter; none steps it once its optimizer is gone."""
 
-    def step(p: Tensor) -> None:
-        if (owner := optimizer()) is not None:
-            owner.step_now(p)
+    def __init__(self, optimizer: ref[LowMemory]) -> None:
+        self.optimizer = optimizer
 
-    return step
+    def __call__(self, parameter: Tensor) -> None:
+        if (owner := self.optimizer()) is not None:
+            owner.step_now(parameter)
 
 
 def _is_on(value: Any) -> bool:

@@ -9,7 +9,7 @@ the first rank, which sends them to the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -45,10 +45,19 @@ class GradientSums:
     Args:
         parameters: the same ones in the same order on every rank; those whose gradients come first are last.
         size: the most bytes of a bucket.
+        complete: called with each parameter whose gradient is summed; it may free it. Then a bucket's sums are waited
+            for when the next one has started.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, size: int = BUCKET) -> None:
-        self._group, self._buckets = group, list(buckets_of(parameters[::-1], size))
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        size: int = BUCKET,
+        complete: Callable[[nn.Parameter], None] | None = None,
+    ) -> None:
+        self._group, self._complete = group, complete
+        self._buckets = list(buckets_of(parameters[::-1], size))
         self._every = frozenset(parameters)
         self._missing = set(parameters)
         self._started: list[dist.Work | None] = []
@@ -79,6 +88,8 @@ class GradientSums:
             if not self._missing.isdisjoint(bucket):
                 break
             self._start(bucket)
+            if self._complete is not None and len(self._started) > 1:
+                self._wait(len(self._started) - 2)
 
     def _start(self, bucket: Sequence[nn.Parameter]) -> None:
         gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
@@ -99,10 +110,16 @@ class GradientSums:
         """Starts the sums that are left, and waits for all. (On a GPU only what is computed next waits.)"""
         for bucket in self._buckets[len(self._started) :]:
             self._start(bucket)
-        for i, work in enumerate(self._started):
-            if work is not None:  # None in a bucket without gradients.
-                work.wait()
-                self._started[i] = None  # It holds the bucket's memory, which ends with the gradients.
+        for i in range(len(self._started)):
+            self._wait(i)
+
+    def _wait(self, i: int) -> None:
+        work, self._started[i] = self._started[i], None  # It holds the bucket's memory, which ends with the gradients.
+        if work is not None:  # None in a bucket without gradients, and in one that was waited for.
+            work.wait()
+            if self._complete is not None:
+                for parameter in self._buckets[i]:
+                    self._complete(parameter)
 
 
 def _sum_together(bucket: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from autotp.runtime.torch_hooks.gradient_hooks import HooksOfStep
 from autotp.training.pipeline.microbatch_graphs import Pipeline
 from autotp.training.pipeline.rest_of_loss import first_pass
 from autotp.training.pipeline.schedules import StageModule, Training
@@ -27,6 +28,9 @@ class MicrobatchRun:
         adds_rest: whether this replica adds the part of the loss that is computed from sums over the batch.
         scale: a loss -> the loss times the factor of a scaler.
         device: the device of the stages.
+        hooks: the hooks of parameters, which run once a gradient is complete.
+        completes: whether graphs complete gradients.
+        replicas: the number of replicas.
     """
 
     pipeline: Pipeline
@@ -37,6 +41,9 @@ class MicrobatchRun:
     adds_rest: bool
     scale: Callable[[Tensor], Tensor]
     device: torch.device
+    hooks: HooksOfStep
+    completes: bool
+    replicas: int
 
     def losses(self) -> list[Tensor]:
         """Runs forward, and in training backward; returns the microbatches' losses on ranks with the last stage."""
@@ -90,10 +97,15 @@ class MicrobatchRun:
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
             # ZeRO 1 keeps whole gradients until the last microbatch; 2 and 3 keep rows, so each microbatch is summed.
-            work.graph.sum_now(self.training.zero > 1 or last)
+            complete = self.hooks.complete if last and self.pipeline.training and self.completes else None
+            work.graph.sum_now(self.training.zero > 1 or last, complete)
             loss = self.scale(work(**part).sum())
             if self.pipeline.training:
-                with work.last_backward() if last else nullcontext():
+                with self._last_backward(work) if last else nullcontext():
                     loss.backward()
             losses.append(loss.detach())
         return losses
+
+    def _last_backward(self, work: StageModule) -> AbstractContextManager[None]:
+        """Returns a region for the last backward of a step; on one replica it completes gradients."""
+        return self.hooks.as_gradients_arrive(work.parameters()) if self.replicas == 1 else work.last_backward()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autotp.passes.emit.attach_parameters import place_in, value_at
+from autotp.runtime.torch_hooks.gradient_hooks import HooksOfStep
 from autotp.sharding.boxes import is_sharded, local_of
 from autotp.training.pipeline.gradient_buckets import GradientSums, sum_in_buckets
 
@@ -24,6 +25,7 @@ class ReplicaGradients:
         shared: name of a parameter that other pipeline ranks hold, too -> the numbers of its ranks, and their group.
         several: names of parameters that several stages of one rank read.
         replicas: the group of the ranks that have the same stage.
+        alone: whether this rank has the whole pipeline: then a gradient is complete once replicas have summed it.
         under_backward: whether sums over the replicas can run under backward.
         experts: the parameters of which a rank has the rows of its own experts.
         copies: the group of the ranks with the same experts; None if no other rank has them.
@@ -34,12 +36,13 @@ class ReplicaGradients:
     shared: Mapping[str, tuple[list[int], Any]]
     several: Collection[str]
     replicas: Any
+    alone: bool
     under_backward: bool
     experts: Collection[nn.Parameter]
     copies: Any
     learning: dict[tuple[bool, ...], list[nn.Parameter]] = field(default_factory=dict)
 
-    def begin(self) -> GradientSums:
+    def begin(self, hooks: HooksOfStep) -> GradientSums:
         """Returns the sums over the replicas that run under backward; each stage's module starts its own.
 
         These are sums of the parameters that had gradients in the last step that trained the same ones, but for those
@@ -48,12 +51,16 @@ class ReplicaGradients:
         learning = self.learning.get(self._trained(), []) if self.under_backward else []
         excluded = {*self.shared, *self.several}
         names = {parameter: name for name, parameter in self.module.named_parameters()} if learning else {}
-        return GradientSums([p for p in learning if names[p] not in excluded], self.replicas)
+        complete = hooks.complete if self.alone and hooks.steps else None
+        return GradientSums([p for p in learning if names[p] not in excluded], self.replicas, complete=complete)
 
-    def finish(self, sums: GradientSums) -> None:
+    def finish(self, sums: GradientSums, stepped: Collection[nn.Parameter]) -> None:
         """Sums gradients: of shared parameters over their stages, and of unsharded parameters over the replicas.
 
         It notes which parameters have a gradient: the same ones do in the next step that trains as many.
+
+        Args:
+            stepped: parameters that were stepped under backward: their gradients are gone.
         """
         for name, (_, group) in self.shared.items():
             parameter = value_at(place_in(self.module, name))
@@ -69,7 +76,7 @@ class ReplicaGradients:
             if self.copies is not None:
                 sum_in_buckets([local_of(p.grad) for p in self.experts if p.grad is not None], self.copies)
         if self.under_backward:
-            self.learning[self._trained()] = [p for p in self.module.parameters() if p.grad is not None]
+            self.learning[self._trained()] = [p for p in self.module.parameters() if p.grad is not None or p in stepped]
 
     def _trained(self) -> tuple[bool, ...]:
         """Returns which parameters are trained: it is the same on all replicas, whatever graphs their batches have."""

@@ -51,6 +51,13 @@ class Training(Options):
         """The properties of the schedule."""
         return engine_of(self.schedule, self.interleave)
 
+    def gathers_once(self, pp: int) -> bool:
+        """Whether parameters that ZeRO gathers stay until a step ends.
+
+        So they do where backward runs in halves: the second half comes later, and reads parameters, too.
+        """
+        return self.zero < 3 or (self.engine.halves and pp > 1)
+
     def optional(self, name: str) -> bool:
         """True unless an optional pass is left out.
 

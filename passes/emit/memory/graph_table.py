@@ -107,7 +107,13 @@ class GraphTable:
 
 
 class SetsFates:
-    """The class of an operator that sets the fates of blocks, which a count leaves out."""
+    """The class of an operator that sets the fates of blocks, which a count leaves out.
+
+    Attributes:
+        reads_values: whether it reads the values of its operands: no, only their sizes, and which of them learn.
+    """
+
+    reads_values = False
 
 
 class GraphRun(SavingRun):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from errors import message
 from ranks import run_ranks
 from small_models import gpt, tokens
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import autotp
-from autotp.runtime.torch_hooks.gradient_hooks import add_gradients, move_hooks, without_hooks
+from autotp.runtime.torch_hooks.gradient_hooks import HooksOfStep, move_hooks
 
 STEPS = 3
 Step = Callable[[Tensor, Tensor], Any]
@@ -88,19 +90,48 @@ def test_trainer_hooks_see_the_whole_batch_s_gradient_once(sizes: dict[str, Any]
     run_ranks(of_one_device, 2, sizes, before, timeout=100)
 
 
-def test_without_hooks_and_move_hooks_keep_handles_valid() -> None:
+def test_hooks_that_are_put_off_and_moved_keep_their_handles() -> None:
     """Within the region no hook runs, and the handles still remove their hooks after it; also where it fails."""
     p, other, ran = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), list[str]()
     first = p.register_hook(lambda g: ran.append("first"))
     p.register_hook(lambda g: 2 * g)
-    with pytest.raises(KeyError), without_hooks([p]):
+    hooks = HooksOfStep({p: torch.ones(2)}, {p: "p"})
+    with pytest.raises(KeyError), hooks.put_off():
         p.sum().backward()
         raise KeyError
     assert not ran
-    add_gradients({p: torch.ones(2)})
+    hooks.run()
     assert p.grad is not None and p.grad.tolist() == [3, 3] and ran == ["first"]
     move_hooks(p, other)
     first.remove()
     other.sum().backward()
     assert other.grad is not None and other.grad.tolist() == [2, 2] and ran == ["first"]
     assert OrderedDict(p._backward_hooks or {}).keys() == OrderedDict(other._backward_hooks or {}).keys()
+
+
+def raising(rank: int, n: int) -> str:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    trainer = autotp.distribute(Summed(model), dp=n, example_inputs=torch.ones(2, 4), timeout=timedelta(seconds=20))
+    if rank == 1:
+        trainer.get_parameter("inner.0.weight").register_hook(lambda grad: {}["missing"])
+    return message(lambda: trainer.step(torch.ones(2, 4) + rank))
+
+
+class Summed(nn.Module):
+    """The sum of what a module returns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch 4]"""
+        total: Tensor = self.inner(x).sum()
+        return total
+
+
+def test_a_hook_that_raises_has_a_name_on_every_rank() -> None:
+    """The other rank would say that somebody did not answer."""
+    waiting, failing = run_ranks(raising, 2, timeout=100)
+    assert failing.splitlines()[0] == "Trainer.step: a hook of `inner.0.weight` raised KeyError: 'missing'"
+    assert "a hook of `inner.0.weight` raised KeyError: 'missing'" in waiting

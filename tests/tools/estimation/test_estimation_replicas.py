@@ -79,12 +79,15 @@ def test_zero_1_waits_in_the_first_forward_only() -> None:
 def test_zero_3_waits_in_every_pass() -> None:
     """Forward: 1 s for what is outside of blocks, while which computes nothing: so 1 s for the first block, too.
 
-    Backward: 1 s for the last block; sums of 2 s are hidden, but for that of the first block and what is outside.
+    In the second forward both are there still. Backward gathers the first block beside the last one, which is there; it
+    waits for the sum of the first block, 2 s.
     """
     found = waits(3, UNITS)
-    assert found.parts(Action(0, "F", 1), 0.0) == pytest.approx((2.0 + 1.0 * SLOWED, 0.0))
+    assert found.parts(Action(0, "F", 0), 0.0) == pytest.approx((2.0 + 1.0 * SLOWED, 0.0))
+    assert found.parts(Action(0, "F", 1), 0.0) == pytest.approx((1.0 * SLOWED, 0.0))
+    assert found.of_rank(0) == (6, 0.0)
     gathers, sums = found.parts(Action(0, "B", 1), 0.0)
-    assert sums == 0.0 and gathers == pytest.approx(1.0 + 2.0 + 3.0 * SLOWED)
+    assert sums == 0.0 and gathers == pytest.approx(2.0 + 3.0 * SLOWED)
     assert found.tail == pytest.approx(1.0)
 
 

@@ -10,10 +10,12 @@ from errors import message
 from ranks import run_ranks
 from small_models import gpt
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import mine
 
 import autotp
 from autotp import low_memory
+from autotp.sharding.boxes import local_of
 
 SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 97, "n_layer": 2, "n_head": 4, "n_embd": 64}
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
@@ -72,6 +74,42 @@ def distributed(rank: int, n: int, layout: tuple[int, int, int], zero: Any) -> d
 def expect_one_device(parameters: dict[str, Tensor]) -> None:
     for name, x in on_one_device().named_parameters():
         torch.testing.assert_close(parameters[name], x.detach(), rtol=0, atol=1e-10)
+
+
+def in_steps_of_one_part(rank: int, n: int, zero: Any) -> tuple[dict[str, Tensor], int, int]:
+    """The parameters after four steps of one microbatch; the most bytes of gradients at a time, and those of all."""
+    example = {key: x[: 8 // n] for key, x in batch(0).items()}
+    trainer = autotp.distribute(built(), dp=n, zero=zero, example_inputs=example)
+    optimizer = low_memory(torch.optim.AdamW, in_backward=True)(trainer.parameters(), **ADAMW)
+    every = [*trainer.parameters()]
+    with Gradients(every) as gradients:
+        for step in range(4):
+            gradients.most = 0  # Buckets are known after a first step.
+            trainer.step(**mine(batch(step), rank, n))
+            assert all(p.grad is None for p in every)
+            optimizer.step()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {4}
+    return autotp.full_state_dict(trainer), gradients.most, sum(local_of(p).nbytes for p in every)
+
+
+class Gradients(TorchDispatchMode):
+    """Counts the bytes of all gradients at each operator."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.parameters, self.most = parameters, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.most = max(self.most, sum(local_of(p.grad).nbytes for p in self.parameters if p.grad is not None))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("n", "zero", "part"), [(1, 0, 4), (2, 0, 1), (2, 1, 2), (2, 3, 2)], ids=str)
+def test_a_trainer_steps_while_backward_runs(n: int, zero: int, part: int) -> None:
+    """Of the bytes of all gradients only a part exists at a time."""
+    results = run_ranks(in_steps_of_one_part, n, zero, timeout=100)
+    expect_one_device(results[0][0])
+    assert all(0 < most <= total / part for _, most, total in results)
 
 
 def test_a_parallel_model_steps_while_backward_runs() -> None:

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autotp.errors import REPORT, Error
 from autotp.ops.collectives import Started, start_gather, start_reduce_scatter
 from autotp.ops.eager_mode import apply_plain
+from autotp.passes.emit.zero.room import Room
 from autotp.sharding.boxes import local_of
 
 
@@ -30,9 +32,11 @@ class RunningSum:
 
     Attributes:
         running: waits for the sum, and adds it to `grad`; None where none runs.
+        complete: called with each parameter to which the last sum of a step was added; None before that.
     """
 
     running: Callable[[], None] | None = None
+    complete: Callable[[Tensor], None] | None = None
 
     def finish(self) -> None:
         """Waits for the sum that runs."""
@@ -44,27 +48,27 @@ class RunningSum:
 class ShardedUnit(nn.Module):
     """The parameters of a block, or of the rest of a graph: gathered together, and their gradients summed together.
 
-    A graph calls `start` one block ahead, `arrive` before the block and `leave` behind it. Their order, and so that of
+    A graph calls `start` some blocks ahead, `arrive` before the block and `leave` after it. Their order, and so that of
     the collectives, is the same on all replicas.
 
     Args:
         dtype: the dtype of computation, in which parameters are sent; sums of gradients are then in float32 at least.
             None keeps each dtype.
         sums: the sum that runs, shared by the units of a graph.
-        frees: whether the memory is empty between uses; otherwise only `free` empties it.
+        room: the blocks that are whole, shared by the units of a rank; None: this unit stays until the step ends.
         names: the names of the parameters, in the order in which `start` takes them.
 
     Attributes:
-        rows: the parameters, DTensors in rows.
+        rows: the parameters, DTensors in rows; in a simulation, whole ones.
         is_whole: whether the memory has the parameters.
         sums_now: whether the end of a backward sums gradients; else they are added up until one does.
     """
 
     def __init__(
-        self, dtype: torch.dtype | None, sums: RunningSum, frees: bool = True, names: Sequence[str] = ()
+        self, dtype: torch.dtype | None, sums: RunningSum, room: Room[ShardedUnit] | None, names: Sequence[str]
     ) -> None:
         super().__init__()
-        self.dtype, self.sums, self.frees, self.names = dtype, sums, frees, names
+        self.dtype, self.sums, self.room, self.names = dtype, sums, room, names
         self.rows: Sequence[Any] = ()
         self.is_whole, self.sums_now = False, True
         self._grads: dict[int, Tensor] = {}  # Place of a parameter -> its whole gradient, of the microbatches so far.
@@ -73,14 +77,25 @@ class ShardedUnit(nn.Module):
 
     # ---- nodes of a graph
 
-    def start(self, *rows: Tensor) -> None:
-        """Starts to gather the parameters, unless they are there or on their way."""
-        self.rows = rows
-        self._start()
+    def start(self, beside: Sequence[ShardedUnit], *rows: Tensor) -> None:
+        """Starts to gather the parameters, unless they are there or on their way.
 
-    def arrive(self) -> tuple[Tensor, ...]:
-        """Returns the whole parameters, on memory that is there until `leave`. Backward sums their gradients."""
-        self._wait()
+        Args:
+            beside: the units that stay in the room for it.
+            rows: the parameters.
+        """
+        self.rows = rows
+        self._start(beside)
+
+    def arrive(self, beside: Sequence[ShardedUnit]) -> tuple[Tensor, ...]:
+        """Returns the whole parameters, on memory that stays while its unit is in the room.
+
+        Backward sums their gradients over the replicas, and leaves each replica those of its rows.
+
+        Args:
+            beside: as for `start`.
+        """
+        self._wait(beside)
         values = [self._view(i) for i in range(len(self.rows))]
         learning = [i for i, parameter in enumerate(self.rows) if parameter.requires_grad]
         if learning and torch.is_grad_enabled():
@@ -89,49 +104,35 @@ class ShardedUnit(nn.Module):
                 values[i] = value
         return tuple(values)
 
-    def leave(self, results: Any, before: Sequence[ShardedUnit], after: ShardedUnit | None, stays: bool = False) -> Any:
-        """Returns the results of a block, and empties the memory; backward fills it again.
+    def leave(self, results: Any, beside: Sequence[ShardedUnit], before: Sequence[ShardedUnit]) -> Any:
+        """Returns the results of a block's last call, whose backward has the block's parameters gathered again.
 
         Args:
+            beside: the other units that this call needs in the room.
             before: the units whose backward comes next: they are gathered while this one's runs.
-            after: the unit whose backward comes before: its memory is not read any more.
-            stays: whether backward follows at once, so that the memory stays for it.
         """
-        passed, learns = self._passed(results, before, after)
-        if self.frees and not (learns and stays):
-            self.free()
+        passed = self._passed(results, beside, before)
+        self._end()
         return passed
 
-    def go_on(self, results: Any) -> Any:
-        """Returns the results of a call that is not the block's last one: its backward may be the first one."""
-        return self._passed(results, (), None)[0]
+    def go_on(self, results: Any, beside: Sequence[ShardedUnit]) -> Any:
+        """Returns the results of a call that is not the block's last one; arguments as for `leave`."""
+        return self._passed(results, beside, ())
 
-    def _passed(self, results: Any, before: Sequence[ShardedUnit], after: ShardedUnit | None) -> tuple[Any, bool]:
-        """Returns the results of a block, whose backward fills the memory, and whether one will come."""
+    def _passed(self, results: Any, beside: Sequence[ShardedUnit], before: Sequence[ShardedUnit]) -> Any:
         tensors = list(results) if isinstance(results, tuple | list) else [results]
-        if self.frees:
-            # Of a view of a parameter others would read the memory when it is empty.
-            memories = {memory.untyped_storage()._cdata for memory in self._memories}
-            is_view = [isinstance(x, Tensor) and x.untyped_storage()._cdata in memories for x in tensors]
-            tensors = [x.clone() if view else x for x, view in zip(tensors, is_view, strict=True)]
+        # Of a view of a parameter others would read the memory when it is empty.
+        memories = {memory.untyped_storage()._cdata for memory in self._memories}
+        is_view = [isinstance(x, Tensor) and x.untyped_storage()._cdata in memories for x in tensors]
+        tensors = [x.clone() if view else x for x, view in zip(tensors, is_view, strict=True)]
         learning = [i for i, x in enumerate(tensors) if isinstance(x, Tensor) and x.requires_grad]
         if learning:
-            read = apply_plain(_LeaveBlock, self, before, after, *(tensors[i] for i in learning))
+            read = apply_plain(_LeaveBlock, self, beside, before, *(tensors[i] for i in learning))
             for i, x in zip(learning, read, strict=True):
                 tensors[i] = x
-        return tuple(tensors) if isinstance(results, tuple | list) else tensors[0], bool(learning)
+        return tuple(tensors) if isinstance(results, tuple | list) else tensors[0]
 
     # ---- memory
-
-    @property
-    def is_on_its_way(self) -> bool:
-        """Whether a gather runs."""
-        return bool(self._running)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the memory as it is now."""
-        return sum(memory.untyped_storage().nbytes() for memory in self._memories)
 
     def free(self) -> None:
         """Empties the memory."""
@@ -147,8 +148,28 @@ class ShardedUnit(nn.Module):
         self._running = []  # In a step that failed nobody may be there to wait for.
         self.free()
         self._grads, self.sums.running = {}, None
+        if self.room is not None:
+            self.room.members = []
 
-    def _start(self) -> None:
+    def gather_again(self, beside: Sequence[ShardedUnit], before: Sequence[ShardedUnit]) -> None:
+        """Makes the parameters whole for backward, and starts to gather the next ones; arguments as for `leave`."""
+        self._start(beside)
+        self._wait([*beside, *before])
+        for i, unit in enumerate(before):
+            unit._start([self, *beside, *before[:i]])
+
+    def end_backward(self, places: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Takes the gradients of whole parameters when the block's backward ends."""
+        self._end()
+        self.take(places, grads)
+
+    def _end(self) -> None:
+        if self.room is not None and self.room.end(self):
+            self.free()
+
+    def _start(self, beside: Sequence[ShardedUnit]) -> None:
+        for unit in self.room.let_in(self, beside) if self.room is not None else ():
+            unit.free()
         if self.is_whole or self._running:
             return
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -160,13 +181,16 @@ class ShardedUnit(nn.Module):
             with torch.no_grad():
                 own = [_filled(local_of(self.rows[i]), n) for i, n in zip(places, lengths, strict=True)]
                 torch.cat(own, out=sent)
-            self._running.append((places, start_gather(sent, self._group, 0, self._replicas * sent.numel())))
+            self._running.append((places, self._gather(sent)))
 
-    def _wait(self) -> None:
+    def _wait(self, beside: Sequence[ShardedUnit]) -> None:
         """Fills the memory."""
         if self.is_whole:
             return
-        self._start()
+        for unit in self.room.arrive(self, beside) if self.room is not None else ():
+            unit.free()
+        if self.rows and not self._running:
+            raise Error(f"the parameters of `{self.names[0]}` are read, and nothing gathers them", fix=REPORT)
         if not self._memories:
             self._memories = [torch.empty(0)] * len(self.rows)
         for places, wait in self._running:
@@ -225,23 +249,38 @@ class ShardedUnit(nn.Module):
         sent = torch.empty(replicas, sum(lengths), dtype=dtype, device=grads[0].device)
         pieces = [_filled(grad, replicas * n).view(replicas, n) for grad, n in zip(grads, lengths, strict=True)]
         torch.cat(pieces, dim=1, out=sent)
-        wait, rows = start_reduce_scatter(sent.view(-1), self._group), [self.rows[place] for place in places]
+        wait, rows = self._sum(sent.view(-1)), [self.rows[place] for place in places]
+
+        complete = self.sums.complete
 
         def finish() -> None:
             for parameter, piece in zip(rows, wait().split(lengths), strict=True):
                 _add(parameter, piece)
+                if complete is not None:
+                    complete(parameter)
 
         return finish
 
     # ---- sizes
 
     @property
-    def _group(self) -> str:
-        return str(self.rows[0].device_mesh.get_group().group_name)
+    def _group(self) -> str | None:
+        """The name of the replicas' group; None in a simulation, where each replica has the whole parameters."""
+        rows = self.rows[0]
+        return str(rows.device_mesh.get_group().group_name) if isinstance(rows, DTensor) else None
 
     @property
     def _replicas(self) -> int:
-        return int(self.rows[0].device_mesh.size())
+        rows = self.rows[0]
+        return int(rows.device_mesh.size()) if isinstance(rows, DTensor) else 1
+
+    def _gather(self, sent: Tensor) -> Started:
+        group = self._group
+        return (lambda: sent) if group is None else start_gather(sent, group, 0, self._replicas * sent.numel())
+
+    def _sum(self, sent: Tensor) -> Started:
+        group = self._group
+        return (lambda: sent) if group is None else start_reduce_scatter(sent, group)
 
     def _length(self, place: int) -> int:
         """Returns the number of elements that each replica sends of a parameter: those of the first one's rows."""
@@ -264,6 +303,9 @@ def _add(parameter: Any, piece: Tensor) -> None:
     grad = piece[: local.numel()].view(local.shape).to(parameter.dtype)
     if parameter.grad is not None:
         local_of(parameter.grad).add_(grad)
+        return
+    if not isinstance(parameter, DTensor):
+        parameter.grad = grad
         return
     parameter.grad = DTensor.from_local(
         grad, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
@@ -288,32 +330,25 @@ class _GatherUnit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        if ctx.unit.frees:
-            ctx.unit.free()
-        ctx.unit.take(ctx.places, grads)
+        ctx.unit.end_backward(ctx.places, grads)
         return None, None, *(None for _ in grads)
 
 
 class _LeaveBlock(torch.autograd.Function):
-    """The identity behind a block, whose backward has the block's parameters gathered again."""
+    """The identity behind a block's call, whose backward has the block's parameters gathered again."""
 
     @staticmethod
     def forward(
-        unit: ShardedUnit, before: Sequence[ShardedUnit], after: ShardedUnit | None, *xs: Tensor
+        unit: ShardedUnit, beside: Sequence[ShardedUnit], before: Sequence[ShardedUnit], *xs: Tensor
     ) -> tuple[Tensor, ...]:
         return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        ctx.unit, ctx.before, ctx.after = inputs[:3]
+        ctx.unit, ctx.units = inputs[0], inputs[1:3]
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        # A block without gradients of its own frees nothing behind its backward.
-        if ctx.after is not None and ctx.after is not ctx.unit and ctx.after.frees:
-            ctx.after.free()
-        ctx.unit._wait()
-        for unit in ctx.before:
-            unit._start()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.unit.gather_again(*ctx.units)
         return None, None, None, *grads

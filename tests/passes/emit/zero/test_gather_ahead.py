@@ -14,8 +14,9 @@ from torch import Tensor, fx, nn
 from trainers import order_of_a_step, started
 
 import autotp
-from autotp.passes.emit.gather_ahead import gather_ahead
 from autotp.passes.emit.outline import blocks, outlined
+from autotp.passes.emit.zero.gather_ahead import gather_ahead
+from autotp.passes.emit.zero.room import Room
 
 aten = torch.ops.aten
 NAMES = {"w": "h.0.weight", "v": "h.1.weight", "u": "h.2.weight", "s": "shared"}
@@ -35,23 +36,24 @@ def block_name(unit: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "expected"),
+    ("most", "expected"),
     [
-        (1, "rest+ 0+ rest 0 1+ 0- 1 2+ 1-0 2 2-1"),
-        (2, "rest+ 0+ 1+ rest 0 2+ 0- 1 1-0 2 2-10"),
-        (None, "rest+ 0+ 1+ 2+ rest 0 1 2"),
+        (2, "rest+() 0+() rest 0 1+(0) 0- 1 2+(1) 1-0 2 2-1"),
+        (3, "rest+() 0+() 1+(0) rest 0 2+(01) 0- 1 1-0 2 2-10"),
+        (None, "rest+() 0+() 1+(0) 2+(01) rest 0 1 2"),
     ],
 )
-def test_gather_ahead_starts_gathers_before_blocks(ahead: int | None, expected: str) -> None:
-    """A plus starts a gather, a name waits for it, a minus drops it: backward then gathers it and those behind it."""
+def test_gather_ahead_starts_gathers_before_blocks(most: int | None, expected: str) -> None:
+    """A plus starts a gather beside others, a name waits for it; after a minus backward gathers it and those next."""
     graph = draft(three_blocks, x=some(3, 4), w=some(4, 4), v=some(4, 4), u=some(4, 4), s=some(4))
-    module = gather_ahead(outlined(graph, list(blocks(graph)), "block"), NAMES, set(NAMES.values()), None, ahead=ahead)
+    plain = outlined(graph, list(blocks(graph)), "block")
+    module = gather_ahead(plain, NAMES, set(NAMES.values()), None, most and Room(most))
     words = []
     for node in module.graph.nodes:
         if node.op == "call_method":
-            unit = block_name(node.args[0])
-            before = "".join(map(block_name, node.args[2])) if node.target == "leave" else ""
-            words.append(unit + {"start": "+", "arrive": "", "leave": "-"}[str(node.target)] + before)
+            unit, last = block_name(node.args[0]), node.args[-1] if node.target == "leave" else node.args[1]
+            others = "".join(map(block_name, last))
+            words.append({"start": f"{unit}+({others})", "arrive": unit, "leave": f"{unit}-{others}"}[str(node.target)])
     assert " ".join(words) == expected
 
 
@@ -66,9 +68,9 @@ def test_zero_gathers_parameters_before_their_block_runs(zero: int, before: list
     for text in run_ranks(ordered, 2, zero, timeout=100):
         parts = text.split("G")
         assert [sum(part.count(".") for part in parts[: i + 1]) for i in range(5)] == before
-        # With ZeRO 1 nothing is gathered again; with ZeRO 3 blocks are, in the second microbatch and for backward. The
-        # last block stays for it.
-        assert text.count("G") == (5 if zero == 1 else 1 + 2 * (4 + 3))
+        # With ZeRO 1 nothing is gathered again. With ZeRO 3 the last block is there still when backward begins, and the
+        # first one when the second microbatch does.
+        assert text.count("G") == (5 if zero == 1 else 1 + 4 + 3 + 3 + 3)
         assert text.count("S") == (5 if zero == 1 else 2 * 5)
 
 

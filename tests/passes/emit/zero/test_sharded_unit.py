@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
-from autotp.passes.emit.sharded_unit import ShardedUnit
+from autotp.passes.emit.zero.sharded_unit import ShardedUnit
 from autotp.sharding.boxes import local_of
 
 
@@ -172,13 +172,18 @@ class Watch(TorchDispatchMode):
         self.units, self.most, self.peak, self.sent = units, 0, 0, dict[str, list[int]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        blocks = [unit for unit in self.units if unit.frees]
-        self.most = max(self.most, sum(unit.is_whole or unit.is_on_its_way for unit in blocks))
-        self.peak = max(self.peak, sum(unit.nbytes for unit in blocks))
+        blocks = [unit for unit in self.units if unit.room is not None]
+        self.most = max(self.most, sum(unit.is_whole or bool(unit._running) for unit in blocks))
+        self.peak = max(self.peak, sum(map(nbytes, blocks)))
         name = func.overloadpacket.__name__
         if name in ("all_gather_into_tensor", "reduce_scatter_tensor") and args[0].is_floating_point():
             self.sent.setdefault(name, []).append(args[0].nbytes)
         return func(*args, **(kwargs or {}))
+
+
+def nbytes(unit: ShardedUnit) -> int:
+    """The bytes of a unit's memory as it is now."""
+    return sum(memory.untyped_storage().nbytes() for memory in unit._memories)
 
 
 def counted(rank: int, n: int, dtype: torch.dtype | None, frozen: bool) -> tuple[int, int, dict[str, list[int]]]:
@@ -192,10 +197,10 @@ def counted(rank: int, n: int, dtype: torch.dtype | None, frozen: bool) -> tuple
     units = pipeline.stages[0].units
     with Watch(units) as watch:
         trainer.step(rows)
-    assert not any(unit.is_whole or unit.nbytes for unit in units)
+    assert not any(unit.is_whole or nbytes(unit) for unit in units)
     with Watch(units) as evaluation:
         trainer.evaluate(rows)
-    assert evaluation.most <= 2 and not any(unit.nbytes for unit in units)
+    assert evaluation.most <= 2 and not any(map(nbytes, units))
     return watch.most, watch.peak, watch.sent
 
 
@@ -206,7 +211,8 @@ def test_two_blocks_at_most_are_gathered(dtype: torch.dtype | None, frozen: bool
     itemsize, block, rest = (2 if dtype else 4), 4 * 5 + 4 + 3 * 7 + 3, 3 * 5 + 3
     for most, peak, sent in run_ranks(counted, 2, dtype, frozen, timeout=100):
         assert most == 2 and peak == 2 * block * itemsize
-        gathers = [rest, *[block] * 14]  # In two microbatches, four blocks for forward and three for backward.
+        # Four blocks for forward and three for backward; the first one stays for the second microbatch.
+        gathers = [rest, *[block] * (4 + 3 + 3 + 3)]
         assert sent["all_gather_into_tensor"] == [elements * itemsize for elements in gathers]
         # The sum of all rows is sent, in float32.
         trained = [*[block] * (2 if frozen else 4), rest] * 2
