@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autotp.groups.process_group import seat
 from autotp.ops.collectives import send_rows
-from autotp.ops.experts.exchange import NUMBERS
+from autotp.ops.experts.exchange import NUMBERS, exchange_counts
 from autotp.ops.experts.rows import note_begins
 from autotp.sharding.partition import chunk_sizes
 
@@ -26,11 +26,15 @@ def even_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return products.view(groups * rows_per_group, -1)[:rows]
 
 
-def even_exchange(chosen: Tensor, group: str | None, number: int, grouped: bool) -> Tensor:
+def even_exchange(
+    chosen: Tensor, group: str | None, number: int, grouped: bool, capacity: float | None = None
+) -> Tensor:
     """Returns the table of `exchange_counts`, as if all ranks chose each expert equally often.
 
     chosen: [rows] -> [2 ranks experts/ranks]
     """
+    if capacity is not None:  # It reads no values.
+        return exchange_counts(chosen, group, number, grouped, capacity)
     ranks = 1 if group is None else seat(group)[1]
     sent = [n for rows in chunk_sizes(len(chosen), ranks) for n in chunk_sizes(rows, number // ranks)]
     received = sent[: number // ranks] * ranks
