@@ -35,6 +35,7 @@ class Error(RuntimeError):
         problem: the argument of this name.
         facts: label -> text of every line below the first, `try`, `then` and `or` included.
         call: the public call that raised the error, such as "parallelize(GPT, tp=8)"; "" before it is known.
+        alone: whether this rank alone raises it: the others, which wait for this one, are told.
 
     Example:
         >>> try:
@@ -50,7 +51,7 @@ class Error(RuntimeError):
         alternatives = [alternative] if isinstance(alternative, str) else alternative
         ways = {"try": fix, "then": then, **dict(zip(("or", "or else"), alternatives, strict=False))}
         remedies = {label: text for label, text in ways.items() if text}
-        self.problem, self.facts, self.call = problem, facts | remedies, ""
+        self.problem, self.facts, self.call, self.alone = problem, facts | remedies, "", False
         super().__init__(problem)
 
     def within(self, call: str) -> Error:

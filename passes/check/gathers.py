@@ -93,7 +93,7 @@ class _Gathers:
     def _start(self, node: fx.Node, unit_node: fx.Node, beside: Sequence[fx.Node], *rows: fx.Node) -> None:
         unit, given = self.units[unit_node], [self.rows.get(row, f"`{row}`") for row in rows]
         if given != list(self._unit(unit).names):
-            self.refuse(node, "gathers others than the rows of its unit", self._unit(unit).names, given)
+            self.reject(node, "gathers others than the rows of its unit", self._unit(unit).names, given)
         self._keep(unit, beside)
         self.on_the_way.add(unit)
 
@@ -140,19 +140,19 @@ class _Gathers:
     def _other(self, node: fx.Node) -> None:
         model = next(self.rest, None)
         if model is None or (node.op, node.target) != (model.op, model.target):
-            self.refuse(node, "is not what the graph computes without ZeRO", model, node.target)
+            self.reject(node, "is not what the graph computes without ZeRO", model, node.target)
         asks_only = not getattr(node.target, "reads_values", True)
         for operand in node.all_input_nodes:
             if operand in self.rows and not asks_only:
-                self.refuse(node, f"reads `{operand}`", "the whole parameter", "the rows of this replica")
+                self.reject(node, f"reads `{operand}`", "the whole parameter", "the rows of this replica")
             if operand in self.values and self.values[operand] not in self.there:
-                self.refuse(node, f"reads `{operand}`, which may have left", "its unit beside", self.values[operand])
+                self.reject(node, f"reads `{operand}`, which may have left", "its unit beside", self.values[operand])
         erased = fx.map_arg((node.args, node.kwargs), lambda n: self.whole.get(n, n))
         if erased != (model.args, model.kwargs):
-            self.refuse(node, "reads others than without ZeRO", model.args, erased[0])
+            self.reject(node, "reads others than without ZeRO", model.args, erased[0])
         in_rooms = {unit for unit in self._reads(node) if self._unit(unit).room is not None}
         if in_rooms and (node.op != "call_module" or not any(u.target in ("leave", "go_on") for u in node.users)):
-            self.refuse(node, "would read in backward what has left", "`leave`, or a unit that stays", sorted(in_rooms))
+            self.reject(node, "would read in backward what has left", "`leave`, or a unit that stays", sorted(in_rooms))
         self.whole[node] = model
         if node.op == "placeholder" and self.names.get(node.name) in self.parameters:
             self.rows[node] = self.names[node.name]
@@ -176,8 +176,8 @@ class _Gathers:
 
     def _expect(self, node: fx.Node, holds: bool, problem: str) -> None:
         if not holds:
-            self.refuse(node, problem, "as `gather_ahead` writes it", node.format_node())
+            self.reject(node, problem, "as `gather_ahead` writes it", node.format_node())
 
-    def refuse(self, node: fx.Node, problem: str, expected: Any, got: Any) -> NoReturn:
+    def reject(self, node: fx.Node, problem: str, expected: Any, got: Any) -> NoReturn:
         block = f" of block {block_of(node)}" if block_of(node) else ""
         raise Error(f"ZeRO: `{node}`{block} {problem}", expected=str(expected), got=str(got), fix=REPORT)

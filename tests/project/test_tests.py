@@ -19,7 +19,7 @@ THROUGH_A_PUBLIC_CALL = {
     "training/low_memory/optimizer": "training/low_memory/test_low_memory",
     "training/low_memory/parts": "training/low_memory/test_low_memory",
     "integrations/transformers/pages/attention_to_pages": "integrations/attention_kernels/test_continuous_batching",
-    "passes/check/gathers": "passes/check/replicas/test_gathers",
+    "passes/check/gathers": "passes/emit/zero/test_gathers",
     "training/low_memory/stored_state": "training/low_memory/test_offloaded",
     "ops/losses/argmax": "ops/losses/test_linear_mixed_terms",
     "ops/losses/chunks": "ops/losses/test_losses_linear_cross_entropy",

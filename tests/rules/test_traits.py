@@ -39,6 +39,7 @@ TABLES = {
     ("passes/lower/decompose.py", "EXPANSIONS"),
     ("passes/lower/localize.py", "FORMS"),
     ("passes/lower/losses/logit_rules.py", "RULES"),
+    ("passes/lower/losses/row_sums.py", "SUMS"),
 }
 """What passes do with operators, and what they cost; not what operators are: NOTE in `autotp/rules/row.py`."""
 

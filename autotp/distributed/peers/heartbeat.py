@@ -356,7 +356,7 @@ def _apart(state: State, states: Mapping[int, State], named: Callable[[int], str
 def _note_end(error: BaseException | None) -> None:
     """Notes an exception that left a public call; deletes the note of an earlier one if all ranks made this call."""
     heart = _heart()
-    if error is not None and not isinstance(error, Error):
+    if error is not None and (not isinstance(error, Error) or error.alone):
         leave_note(error)
     elif error is None or (heart is not None and not heart.waited):
         take_note_back()

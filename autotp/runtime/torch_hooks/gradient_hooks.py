@@ -121,10 +121,12 @@ class HooksOfStep:
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise Error(
+            named = Error(
                 f"a hook of `{self._names[parameter]}` raised {what}",
                 fix="a hook that raises nothing, and a new start from a checkpoint: other ranks have gone on",
-            ) from error
+            )
+            named.alone = True
+            raise named from error
 
 
 def move_hooks(parameter: nn.Parameter, successor: nn.Parameter) -> None:

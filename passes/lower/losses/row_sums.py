@@ -9,6 +9,7 @@ one rank. What multiplies each term is the derivative of the sum by it, which th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +24,11 @@ from autotp.passes.plan.infer_axes import Axes, visit
 from autotp.rules.call import arguments_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
-from autotp.sharding.axis import Size
+from autotp.sharding.axis import ONE, Size
 
 aten = torch.ops.aten
 SUMS = frozenset({aten.sum.default, aten.mean.default})
+"""Sums of all elements, times a number of its own each."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,9 @@ def sum_rows(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph,
     """Returns the graph with sums in the operators of heads, and its axes and cuts."""
     sums = [row_sum for node in graph.find_nodes(op="call_function", target=linear_class_terms)
             if (row_sum := _row_sum(node, decision)) is not None]  # fmt: skip
+    # What is made of the terms of two heads is no sum of either.
+    counts = Counter(node for row_sum in sums for node in (row_sum.root, *row_sum.inside))
+    sums = [row_sum for row_sum in sums if all(counts[node] == 1 for node in (row_sum.root, *row_sum.inside))]
     if not sums:
         return graph, axes, decision
     by_root = {row_sum.root: row_sum for row_sum in sums}
@@ -165,7 +170,7 @@ def _steps(node: fx.Node, factor: RowFactor, row_sum: RowSum) -> list[tuple[fx.N
     if node.kwargs or len(node.args) != 2 or not has(node.target, Trait.SUM | Trait.SCALE):
         return None
     if has(node.target, Trait.SUM):
-        if any(_shape(operand) != _shape(node) for operand in operands):
+        if not all(_has_all_rows(operand, node) for operand in operands):
             return None
         sign = -1 if node.target is aten.sub.Tensor else 1
         return [(operands[0], factor), (operands[1], RowFactor(sign * number, tensors, masks))]
@@ -178,9 +183,17 @@ def _steps(node: fx.Node, factor: RowFactor, row_sum: RowSum) -> list[tuple[fx.N
     if isinstance(other, int | float):
         scaled = number / other if divides and other else number * other
         return None if divides and not other else [(rows, RowFactor(scaled, tensors, masks))]
-    if _shape(other) not in ((), _shape(node)):
+    if _shape(other) != () and not _has_all_rows(other, node):
         return None
     return [(rows, RowFactor(number, (*tensors, (other, divides)), masks))]
+
+
+def _has_all_rows(operand: Any, node: fx.Node) -> bool:
+    """True if an operand is as large as the result; sizes of two inputs have symbols of their own, also where equal."""
+    sizes, of_result = _shape(operand), _shape(node)
+    if sizes is None or of_result is None or len(sizes) != len(of_result):
+        return False
+    return all(a == b or ONE not in (a, b) for a, b in zip(sizes, of_result, strict=True))
 
 
 # ---- the new operator

@@ -128,8 +128,18 @@ def outcome(rank: int, n: int, attention: str, way: str) -> str:
 
 
 @pytest.mark.timeout(240)  # Dynamo takes long on a busy machine.
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: re.sub(r"\W", "", way))
-@pytest.mark.parametrize("attention", table())
+def cells() -> list[Any]:
+    """Each row in each way. To compile the kernels' bodies takes longest."""
+    return [
+        pytest.param(
+            attention, way, id=f"{attention}-{re.sub(r'[^a-z0-9_]', '', way.lower())}",
+            marks=[pytest.mark.rare] * (attention in REGISTERED and "compile" in way),
+        )
+        for attention in table() for way in WAYS
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("attention", "way"), cells())
 def test_attention_is_that_of_one_device_where_the_page_says_so(attention: str, way: str) -> None:
     for result in run_ranks(outcome, 2, attention, way, timeout=200):
         assert result.partition(":")[0] == table()[attention][way].partition(" ")[0], result

@@ -140,7 +140,7 @@ def test_search_proposes_to_cut_experts_that_do_not_fit() -> None:
     rows = {"x": torch.zeros(2, HIDDEN), "y": torch.zeros(2, HIDDEN)}
     with torch.device("meta"):
         model = Layer(8, 4_000_000, lambda x, weight, ends: F.grouped_mm(x, weight, offs=ends))
-    device = "312TF 2TB/s 3.5GB node=1x300GB/s net=25GB/s"
+    device = "312TF 2TB/s 4.3GB node=1x300GB/s net=25GB/s"
     best = autotp.search(model, gpus=4, gpu=device, batch=16, dtype=torch.bfloat16, example_inputs=rows).best[0]
     assert best.layout.ep > 1 and f"ep={best.layout.ep}" in python_line(best.layout)
     options = vars(best.layout)
