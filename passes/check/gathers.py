@@ -91,9 +91,9 @@ class _Gathers:
     # ---- nodes of units
 
     def _start(self, node: fx.Node, unit_node: fx.Node, beside: Sequence[fx.Node], *rows: fx.Node) -> None:
-        unit, given = self.units[unit_node], [self.rows.get(row, f"`{row}`") for row in rows]
-        if given != list(self._unit(unit).names):
-            self.reject(node, "gathers others than the rows of its unit", self._unit(unit).names, given)
+        unit, gathered_names = self.units[unit_node], [self.rows.get(row, f"`{row}`") for row in rows]
+        if gathered_names != list(self._unit(unit).names):
+            self.reject(node, "gathers others than the rows of its unit", self._unit(unit).names, gathered_names)
         self._keep(unit, beside)
         self.on_the_way.add(unit)
 
@@ -129,7 +129,7 @@ class _Gathers:
         """Notes what may leave for a unit: all units of a room that do not stay beside it."""
         if self._unit(unit).room is not None:
             staying = {unit, *self._of(beside)}
-            self.there = {other for other in self.there if other in staying or self._unit(other).room is None}
+            self.there = {x for x in self.there if x in staying or self._unit(x).room is None}
             self.on_the_way = {x for x in self.on_the_way if x in staying or self._unit(x).room is None}
 
     def _of(self, nodes: Sequence[fx.Node]) -> tuple[Unit, ...]:

@@ -160,7 +160,7 @@ def wait(x: Tensor, group: str | None) -> Tensor:
     """Waits until a running collective has made `x`, and returns it."""
     if torch.compiler.is_compiling():
         return _received(x)
-    with in_collective("wait_tensor", str(group)):
+    with in_collective("a collective", str(group)):
         return _received(x)
 
 

@@ -46,8 +46,8 @@ def slots_of_expert(rows: int, number: int, capacity: float) -> int:
         number: the number of experts.
         capacity: the factor, taken as it is written: 1.1 is 11/10.
     """
-    each = Fraction(str(capacity)) / number
-    return -(-rows * each.numerator // each.denominator)
+    slots_per_row = Fraction(str(capacity)) / number
+    return -(-rows * slots_per_row.numerator // slots_per_row.denominator)
 
 
 def dispatch(
@@ -94,8 +94,8 @@ def _slots(chosen: Tensor, number: int, grouped: bool, experts: range, capacity:
     every = torch.arange(experts.start, experts.stop + 1, dtype=ordered.dtype, device=device)
     begins = torch.searchsorted(ordered, every)
     # [experts slots]
-    at = begins[:-1, None] + torch.arange(slots_of_expert(rows, number, capacity), device=device)
-    return torch.where(at < begins[1:, None], places[at.clamp(max=rows - 1)], rows).flatten()
+    sorted_places = begins[:-1, None] + torch.arange(slots_of_expert(rows, number, capacity), device=device)
+    return torch.where(sorted_places < begins[1:, None], places[sorted_places.clamp(max=rows - 1)], rows).flatten()
 
 
 def counts(chosen: Tensor, number: int, grouped: bool, start: int, stop: int, capacity: float | None = None) -> Tensor:
@@ -184,8 +184,8 @@ def fill_slots(x: Tensor, places: Tensor) -> Tensor:
     rows, empty = max(x.shape[0], 1), places >= x.shape[0]
     # Empty slots read rows in turn: backward adds their zeros, and many additions to one row would wait for each other.
     turns = torch.arange(len(places), device=places.device) % rows
-    taken = x.index_select(0, torch.where(empty, turns, places))
-    return taken.masked_fill(empty.view(-1, *[1] * (x.dim() - 1)), 0)
+    filled = x.index_select(0, torch.where(empty, turns, places))
+    return filled.masked_fill(empty.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
 def combine(x: Tensor, places: Tensor, chosen: Tensor, number: int | None = None, grouped: bool = True) -> Tensor:

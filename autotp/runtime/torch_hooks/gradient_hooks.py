@@ -120,9 +120,9 @@ class HooksOfStep:
         except Error:
             raise
         except Exception as error:
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
             named = Error(
-                f"a hook of `{self._names[parameter]}` raised {what}",
+                f"a hook of `{self._names[parameter]}` raised {message}",
                 fix="a hook that raises nothing, and a new start from a checkpoint: other ranks have gone on",
             )
             named.alone = True

@@ -135,13 +135,13 @@ def search_command(
     """
     expect_writable(html)
     with arguments_in_use():
-        part = memory.replace(".", "", 1).isdigit()
-        tensors: float | str = float(memory) if part else memory
-        device, most = expect_search(gpus, gpu, batch, tensors)
+        is_part = memory.replace(".", "", 1).isdigit()
+        budget: float | str = float(memory) if is_part else memory
+        device, tensor_limit = expect_search(gpus, gpu, batch, budget)
     made = on_meta(argument)
-    expect_room(made, min(device.memory, most), gpus)
+    expect_room(made, min(device.memory, tensor_limit), gpus)
     result = search(
-        made, gpus=gpus, gpu=gpu, batch=batch, memory=tensors, dtype=dtype_named(dtype), compiled=compiled,
+        made, gpus=gpus, gpu=gpu, batch=batch, memory=budget, dtype=dtype_named(dtype), compiled=compiled,
         sequence=sequence, example_inputs=argument.example_inputs(),
     )  # fmt: skip
     if html is not None:

@@ -178,9 +178,9 @@ def search(
         expect_arguments(search, gpu=gpu, dtype=dtype, compiled=compiled, sequence=sequence)
         # Raises for a wrong batch or dtype before the model is captured, which takes seconds.
         StepLayout(batch=batch, dtype=dtype)
-        device, most = expect_search(gpus, gpu, batch, memory)
+        device, tensor_limit = expect_search(gpus, gpu, batch, memory)
         practice = COMPILED if compiled else AUTOTP
-        layouts = Layouts(model, device, practice, dtype, sequence, example_inputs, most)
+        layouts = Layouts(model, device, practice, dtype, sequence, example_inputs, tensor_limit)
         with uncollected():
             return _searched(layouts, gpus, batch)
 
@@ -221,14 +221,14 @@ class Layouts:
     """A model, captured for each number of tensor-parallel and context-parallel ranks when it is first needed.
 
     Args:
-        most: the bytes that the user lets tensors take.
+        tensor_limit: the bytes that the user lets tensors take.
     """
 
     def __init__(
         self, model: nn.Module, device: Hardware, practice: Practice, dtype: torch.dtype | None, sequence: int | None,
-        example_inputs: Any, most: float = math.inf,
+        example_inputs: Any, tensor_limit: float = math.inf,
     ) -> None:  # fmt: skip
-        self.device, self.most, self.dtype = device, most, dtype
+        self.device, self.tensor_limit, self.dtype = device, tensor_limit, dtype
         self._rough: dict[tuple[StepLayout, ClosedForms], Rough] = {}
         self._practice, self._call = practice, estimated_call(model, sequence, example_inputs)
         self._prices: dict[tuple[int, int, int, Recompute, bool], Prices] = {}
@@ -272,12 +272,12 @@ class Layouts:
 
         A rank computes as many rows for any number: only the links that these cross, and its weights, are others.
         """
-        least = min(n for n in range(2, ep + 1) if ep % n == 0)
-        prices = self.prices(tp, 1, "none", ep=least)
-        if ep == least:
+        fewest_replicas = min(n for n in range(2, ep + 1) if ep % n == 0)
+        prices = self.prices(tp, 1, "none", ep=fewest_replicas)
+        if ep == fewest_replicas:
             return prices
         parameters = {
-            name: replace(p, elements=math.ceil(p.elements * least / ep)) if p.of_experts else p
+            name: replace(p, elements=math.ceil(p.elements * fewest_replicas / ep)) if p.of_experts else p
             for name, p in prices.model.parameters.items()
         }
         return prices.of(replace(prices.model, parameters=parameters, training=replace(prices.model.training, ep=ep)))
@@ -303,11 +303,11 @@ class Layouts:
 
     def limit(self, layout: StepLayout) -> float:
         """Returns the bytes that tensors of a layout may take: of its budget."""
-        return min(self.most, tensor_room(self.device, layout.axes))
+        return min(self.tensor_limit, tensor_room(self.device, layout.axes))
 
     def fits(self, est: Estimate) -> bool:
         """Whether an estimate fits, within what the user lets tensors take."""
-        return est.fits and est.fullest.total <= self.most
+        return est.fits and est.fullest.total <= self.tensor_limit
 
     def price(self, layout: StepLayout) -> Estimate:
         """Returns the estimate of a layout; where no choice of a budget fits, that with full recomputation."""
@@ -329,9 +329,9 @@ class Layouts:
     def budgets(self, axes: Sequence[int]) -> tuple[Memory, ...]:
         """Returns the budgets that are tried: none, and what tensors may take in a mesh of these sizes."""
         room = tensor_room(self.device, axes)
-        if room < self.most and self.device.is_gpu:
+        if room < self.tensor_limit and self.device.is_gpu:
             return None, "auto"
-        return None, _bytes(min(room, self.most))
+        return None, _bytes(min(room, self.tensor_limit))
 
     def contexts(self, ranks: int) -> list[int]:
         """Returns the numbers of context-parallel ranks: several for long sequences of a model with self-attention."""
@@ -500,11 +500,12 @@ def _fastest(
         enough = fitting[-1].seconds if len(fitting) == SHOWN else math.inf
         # A tenth more than the slowest that is shown: so much may a rough price be too high.
         near = itertools.takewhile(lambda pair: pair[1].seconds < 1.1 * enough, ordered)  # noqa: B023  Used up here.
-        whole = {est.layout for est in priced.values() if layouts.fits(est)}
+        unbudgeted = {est.layout for est in priced.values() if layouts.fits(est)}
         candidates = [
             (layout, rough) for layout, rough in near
             if layout not in priced and rough.memory <= FAR * layouts.limit(layout)
-            and not (layout.memory is not None and replace(layout, memory=None) in whole)  # It fits without a budget.
+            # A budget is for what does not fit without one.
+            and not (layout.memory is not None and replace(layout, memory=None) in unbudgeted)
         ]  # fmt: skip
         lowered = next((x for x, _ in candidates if layouts.is_lowered(x.tp, x.cp)), None)
         low = next((x for x, r in candidates if not layouts.is_lowered(x.tp, x.cp) and r.seconds < enough), None)

@@ -40,8 +40,14 @@ class ExpertLoad:
         """Returns a row for each layer."""
         texts = []
         for name, rows in self.rows.items():
-            least, mean, most = rows.min().item(), rows.double().mean().item(), rows.max().item()
-            cells = f"{least}", f"{mean:.1f}", f"{most}", f"{self.imbalance[name]:.2f}", f"{self.dropped[name].item()}"
+            fewest, mean, busiest = rows.min().item(), rows.double().mean().item(), rows.max().item()
+            cells = (
+                f"{fewest}",
+                f"{mean:.1f}",
+                f"{busiest}",
+                f"{self.imbalance[name]:.2f}",
+                f"{self.dropped[name].item()}",
+            )
             texts.append((name, *cells))
         head = ("experts", "least rows", "mean", "most", "most/mean", "dropped")
         return Table(head, tuple(texts), ("note", "", "", "", "", ""))
@@ -68,6 +74,6 @@ def load_of_step(
             for name, counted in zip(load.names, call, strict=True):
                 if name in sums:  # A batch of another kind may run layers that the first one does not.
                     sums[name] += counted
-    whole = reduce(torch.cat(list(sums.values())), ranks.group)
-    parts = dict(zip(sums, whole.split([len(x) for x in sums.values()]), strict=True))
+    all_counts = reduce(torch.cat(list(sums.values())), ranks.group)
+    parts = dict(zip(sums, all_counts.split([len(x) for x in sums.values()]), strict=True))
     return ExpertLoad({name: x[:-1] for name, x in parts.items()}, {name: x[-1] for name, x in parts.items()})

@@ -23,7 +23,7 @@ class ReplicaGradients:
     Attributes:
         module: has the parameters.
         shared: name of a parameter that other pipeline ranks hold, too -> the numbers of its ranks, and their group.
-        several: names of parameters that several stages of one rank read.
+        read_by_several: names of parameters that several stages of one rank read.
         replicas: the group of the ranks that have the same stage.
         alone: whether this rank has the whole pipeline: then a gradient is complete once replicas have summed it.
         under_backward: whether sums over the replicas can run under backward.
@@ -34,7 +34,7 @@ class ReplicaGradients:
 
     module: nn.Module
     shared: Mapping[str, tuple[list[int], Any]]
-    several: Collection[str]
+    read_by_several: Collection[str]
     replicas: Any
     alone: bool
     under_backward: bool
@@ -49,7 +49,7 @@ class ReplicaGradients:
         that several stages read, or that ZeRO divides.
         """
         learning = self.learning.get(self._trained(), []) if self.under_backward else []
-        excluded = {*self.shared, *self.several}
+        excluded = {*self.shared, *self.read_by_several}
         names = {parameter: name for name, parameter in self.module.named_parameters()} if learning else {}
         complete = hooks.complete if self.alone and hooks.steps else None
         return GradientSums([p for p in learning if names[p] not in excluded], self.replicas, complete=complete)

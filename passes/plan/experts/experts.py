@@ -126,6 +126,11 @@ def _is_product(node: fx.Node, sorted_too: bool = True) -> bool:
     return node.target is routing.chosen_mm or (sorted_too and node.op == "call_function" and is_grouped(node.target))
 
 
+def is_fused(product: fx.Node) -> bool:
+    """Whether an operator of torch multiplies the groups of rows at once, on a device that has a kernel for it."""
+    return str(product.target).startswith("aten.")
+
+
 def _choice(product: fx.Node) -> fx.Node | None:
     """Returns the experts that the rows of a product choose; None if that is not known."""
     if product.target is not routing.chosen_mm:
@@ -303,7 +308,7 @@ class _Rewriting:
         places, count = self._route(routed)
         if _is_product(node):
             x, weight, _ = (n for n in operand_nodes(node) if n is not None)
-            fused = node.args[3] if node.target is routing.chosen_mm else str(node.target).startswith("aten.")
+            fused = node.args[3] if node.target is routing.chosen_mm else is_fused(node)
             arguments = (self._rows(routed, x), self.builder.env[weight], count, fused)
             result = self.builder.raw(routing.grouped_mm, arguments)
         else:

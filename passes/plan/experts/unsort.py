@@ -21,7 +21,7 @@ from autotp.ops.experts import rows as routing
 from autotp.ops.placement_moves import apart
 from autotp.passes.builder import Builder, ancestors, fake_mode_of
 from autotp.passes.lower.dce import dce
-from autotp.passes.plan.experts.experts import is_sort, of_rows_only, sorted_choice
+from autotp.passes.plan.experts.experts import is_fused, is_sort, of_rows_only, sorted_choice
 from autotp.passes.plan.infer_axes import Axes, infer_axes, is_getitem
 from autotp.rules.call import arguments_of, operand_nodes
 from autotp.rules.registry import is_grouped
@@ -167,10 +167,9 @@ class _Unsorting:
         chosen = None if choice is None else self.rows.get(choice)
         if chosen is None or chosen.sort is not sort or x not in self.rows or any(more):
             return None
-        fused = str(node.target).startswith("aten.")
         product = self.builder.raw(
             routing.chosen_mm,
-            (self.rows[x].unsorted, self.builder.env[weight], chosen.unsorted, fused),  # type: ignore[index]
+            (self.rows[x].unsorted, self.builder.env[weight], chosen.unsorted, is_fused(node)),  # type: ignore[index]
         )
         product.meta["val"] = node.meta["val"]
         return Rows(sort, product)

@@ -159,11 +159,11 @@ def _refused(name: str, how: str) -> Error:
 
 def _rule(call: Call) -> Rule:
     """Returns the rule: heads by themselves."""
-    query, key, others = call["query"], call["key"], call["tensors"]
+    query, key, page_tensors = call["query"], call["key"], call["tensors"]
     shared = Size.of(query.shape[1]) != Size.of(key.shape[1])
     heads, groups = ("(k g)", "k") if shared else ("h", "h")
     ins = [["n^", heads, "s^", "d^"], ["n^", groups, "s^", "d^"], ["n^", groups, "s^", "e^"]]
-    ins += [[f"x{i}d{d}^" for d in range(x.dim())] for i, x in enumerate(others)]
+    ins += [[f"x{i}d{d}^" for d in range(x.dim())] for i, x in enumerate(page_tensors)]
     sizes: Mapping[str, Any] = {"k": key.shape[1]} if shared else {}
     return Rule.of(spell(ins, [["n^", "s^", heads, "e^"]]), **sizes)
 

@@ -24,18 +24,18 @@ class StageChoice:
 
     Attributes:
         choice: with the values of its blocks.
-        whole: the memory of the stage without a budget.
+        unbudgeted: the memory of the stage without a budget.
     """
 
     choice: MemoryChoice
-    whole: StageMemory
+    unbudgeted: StageMemory
 
     @property
     def memory(self) -> StageMemory:
         """The memory of the stage, as the budget counts it."""
-        kept = self.choice.kept
-        beside = self.choice.table.peak(self.choice.chosen.choices) - kept
-        return replace(self.whole, kept=kept, forward=beside, backward=beside)
+        kept_bytes = self.choice.kept
+        beside = self.choice.table.peak(self.choice.chosen.choices) - kept_bytes
+        return replace(self.unbudgeted, kept=kept_bytes, forward=beside, backward=beside)
 
     @property
     def flops(self) -> float:
@@ -69,8 +69,8 @@ class Budgets:
         key = layout.micro_batch, tuple(run), allowance
         if key not in self._choices:
             choice = choice_under(allowance, self.table(recorded, layout.micro_batch, run), self.device)
-            whole = stage_memory([recorded.pieces[i] for i in run], recorded)
-            self._choices[key] = StageChoice(choice=choice, whole=whole)
+            unbudgeted = stage_memory([recorded.pieces[i] for i in run], recorded)
+            self._choices[key] = StageChoice(choice=choice, unbudgeted=unbudgeted)
         return self._choices[key]
 
     def fixed(self, recorded: Recorded, layout: StepLayout, run: Sequence[int]) -> int:
@@ -82,8 +82,8 @@ class Budgets:
         for parameter in (self.model.parameters[n] for n in names):
             narrow = itemsize_of(layout, parameter.itemsize)
             copy = parameter.elements * narrow * (narrow != parameter.itemsize)
-            there, if_learning = parameter_bytes(parameter.bytes, copy, layout.zero, layout.dp, count)
-            total += there + if_learning * parameter.learns
+            always, if_learning = parameter_bytes(parameter.bytes, copy, layout.zero, layout.dp, count)
+            total += always + if_learning * parameter.learns
         buffers = {
             name: value.bytes
             for piece in pieces
