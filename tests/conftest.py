@@ -2,7 +2,7 @@
 
 `make test` runs the tests of the parts. `make test-rest` runs those marked `system` (of whole models and families of
 models, of processes that end, of the examples and the benchmarks), and those marked `costly`, which `seconds.txt` lists
-with COSTLY seconds or more. With `--share 2/4` it runs the second of four shares, which take about as long.
+with COSTLY seconds or more, but for those marked `each_time`. With `--share 2/4` it runs the second of four shares, which take about as long.
 A test marked `rare` runs with `--all` only (`make test-all`): of many cases, those that a few others stand for.
 A test marked `not_on_cards`, with the reason, is skipped with `--cards`; all are where no cards can be pretended.
 What tests the examples and the benchmarks runs where it is named, or with `--all`.
@@ -63,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "system: of whole models, or of processes that end; for make test-rest")
     config.addinivalue_line("markers", "not_on_cards(reason): skipped with --cards")
     config.addinivalue_line("markers", "costly: listed in seconds.txt; for make test-rest")
+    config.addinivalue_line("markers", "each_time: for make test, however long it takes: laws of the whole tree")
     if config.getoption("seconds") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Written(), "seconds")
     if not config.getoption("all"):
@@ -119,7 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(limit))
         if any(item.path.is_relative_to(folder) for folder in SYSTEM):
             item.add_marker("system")
-        if seconds.get(item.nodeid, 0) >= COSTLY:
+        if seconds.get(item.nodeid, 0) >= COSTLY and not item.get_closest_marker("each_time"):
             item.add_marker("costly")
     runs, left = list[pytest.Item](), list[pytest.Item]()
     for item in items:

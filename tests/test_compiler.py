@@ -195,7 +195,7 @@ def test_each_road_runs_each_pass_in_table_order(road: Callable[[Options], None]
 
 RUN_ELSEWHERE = {
     # The graphs of what Python reads, of the totals of a loss, and of functions of them: none is a rank's graph.
-    "bind": {"runtime.graph_entry", "training.microbatches", "training.pipeline.rest_of_loss"},
+    "bind": {"runtime.calls.graph_entry", "training.microbatches", "training.pipeline.rest_of_loss"},
     # As in `rank_graph`, but the graphs before it are compared, proved or counted.
     "fuse": {"diagnostics.verify", "diagnostics.mesh_proof", "tools.estimation.counts.pieces"},
     # Counts the collectives of a copy.

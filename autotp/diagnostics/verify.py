@@ -55,8 +55,8 @@ from autotp.passes.pipeline.stages import Stage, expect_enough
 from autotp.passes.program.program import CallState, Program
 from autotp.rules.traits import draws
 from autotp.runtime.build import expect_usable
-from autotp.runtime.graph_digest import order_of, same_order
-from autotp.runtime.graph_entry import Ran, run_until_right
+from autotp.runtime.calls.graph_digest import order_of, same_order
+from autotp.runtime.calls.graph_entry import Ran, run_until_right
 from autotp.sharding.layout import Layout
 from autotp.source_location import block_in
 from autotp.torch_internals import SETS_FLAGS

@@ -28,8 +28,8 @@ from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import expect_copyable, skeleton_of
 from autotp.passes.emit.memory.budget import budget_on
 from autotp.passes.program.program import CallState
-from autotp.runtime.graph_digest import digest, same_graph
-from autotp.runtime.graph_entry import GraphEntry, prepare
+from autotp.runtime.calls.graph_digest import digest, same_graph
+from autotp.runtime.calls.graph_entry import GraphEntry, prepare
 from autotp.runtime.module import ParallelModule, Part, adopt, classes_of, executable_of
 from autotp.runtime.shard_parameters import shard_parameters, was_taken
 from autotp.runtime.torch_hooks.gradient_nodes import expect_no_node_hooks

@@ -104,10 +104,10 @@ def holdings_of(model: Any, call: str) -> Holdings:
     saved, local_shapes, beside, left_out = saved_names(
         inner
     )  # First: reading its state makes `fully_shard` free gathered parameters.
-    tensors = runner.tensors()
+    tensors = runner.structure.tensors()
     caches = {name: x for name, x in tensors.items() if isinstance(x, Sharded)}
     tensors |= {name: x.part for name, x in caches.items()}
-    layouts = runner.layouts | {name: replace(x.held, shape=tuple(x.shape)) for name, x in caches.items()}
+    layouts = runner.structure.layouts | {name: replace(x.held, shape=tuple(x.shape)) for name, x in caches.items()}
     for name in (name for name in tensors if name in layouts):
         expect_part(name, tensors[name], layouts[name], runner.mesh)
     check = runner.tree.settings.check_inputs

@@ -48,7 +48,7 @@ from autotp.passes.capture.unsupported.lost_gradients import BACKWARD_HOOK
 from autotp.passes.emit.async_tensor_parallel import FusedPairs
 from autotp.passes.emit.attach_parameters import BlockCall, in_places
 from autotp.passes.plan.choose import OtherCut
-from autotp.runtime.executable import Executable
+from autotp.runtime.calls.executable import Executable
 from autotp.runtime.torch_hooks.loading import cutting, parts_to_load
 from autotp.runtime.tree import ORIGINAL, ModuleState, Tree, copy_as, give_state, original_class, state_of
 from autotp.sharding.layout import Layout
@@ -340,14 +340,14 @@ class ParallelModule(Part):
 
 OURS: dict[str, Callable[[Executable], Any]] = {
     "plan": lambda executable: report(
-        executable.latest.analysis, executable.name, emitted=executable.latest.ready.module
+        executable.graphs.latest.analysis, executable.name, emitted=executable.graphs.latest.ready.module
     ),
-    "layouts": lambda executable: executable.layouts,
+    "layouts": lambda executable: executable.structure.layouts,
     "mesh": lambda executable: executable.mesh,
     "recompute": lambda executable: executable.tree.settings.recompute,
     "code": lambda executable: executable.code,
     "compile_blocks": lambda executable: executable.compile_blocks,
-    "layout_of": lambda executable: executable.layout_of,
+    "layout_of": lambda executable: executable.structure.layout_of,
     "outputs_stay_cut": lambda executable: executable.tree.outputs_stay_cut,
 }
 """Attributes such as `model.plan`, unless the model itself has an attribute of this name."""
@@ -389,12 +389,12 @@ def executable_of(module: nn.Module) -> Executable:
             renew(module, state.tree)
             state.executable = Executable(module, state.tree)
     executable: Executable = state.executable
-    if executable.seen != state.tree.version:
+    if executable.structure.seen != state.tree.version:
         with _own_parameters(module):
             executable.uncompiled(renew, module, state.tree)
-            executable.uncompiled(executable.look_again)
-    if executable.seen_modes != state.tree.modes:
-        executable.look_at_modes()
+            executable.uncompiled(executable.structure.look_again)
+    if executable.structure.seen_modes != state.tree.modes:
+        executable.structure.look_at_modes()
     return executable
 
 

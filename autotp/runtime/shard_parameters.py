@@ -16,7 +16,7 @@ from autotp.deferred_init.initialize import initialize
 from autotp.distributed.agreement import compare
 from autotp.distributed.mesh import Mesh, broadcast_from_first, gather_ints
 from autotp.passes.capture.skeleton import empty_on
-from autotp.runtime.graph_digest import same_draws
+from autotp.runtime.calls.graph_digest import same_draws
 from autotp.sharding.layout import Layout
 
 _left_behind = WeakTensorKeyDictionary()

@@ -16,7 +16,7 @@ from torch import nn
 from autotp.errors import Error
 from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.python_state.guard import HOOKS, Guard
-from autotp.runtime.graph_entry import guard_of
+from autotp.runtime.calls.graph_entry import guard_of
 
 UNCHANGED = 0
 """The version of a model that is never compiled: `Guard` compares all values."""

@@ -25,8 +25,8 @@ from autotp.distributed.fingerprint import checksum, may_be_one_batch, random_st
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
 from autotp.passes.capture.pytree import flatten
-from autotp.runtime.call_consistency import EACH_ITS_OWN, compared_part
-from autotp.runtime.graph_digest import same_order
+from autotp.runtime.calls.call_consistency import EACH_ITS_OWN, compared_part
+from autotp.runtime.calls.graph_digest import same_order
 from autotp.runtime.torch_hooks.optimizer_steps import NEVER
 from autotp.training.step_facts import SHOWN
 

@@ -54,10 +54,11 @@ from autotp.passes.plan.experts.expert_parallel import EP, exchanges
 from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders, returned
-from autotp.runtime.call_consistency import SAME_ROWS
-from autotp.runtime.executable import CHECKED_CALLS, MOST
+from autotp.runtime.calls.call_consistency import SAME_ROWS
+from autotp.runtime.calls.executable import CHECKED_CALLS
+from autotp.runtime.calls.graph_cache import MOST
+from autotp.runtime.calls.graph_digest import digest, draws_alike, order_of, same_cards, same_graph, same_order
 from autotp.runtime.fsdp import rows_as_dtensors
-from autotp.runtime.graph_digest import digest, draws_alike, order_of, same_cards, same_graph, same_order
 from autotp.runtime.holdings import HasHoldings, Holdings, saved_names, uncut
 from autotp.runtime.torch_hooks.gradient_hooks import HooksOfStep
 from autotp.runtime.torch_hooks.loading import part_in

@@ -18,7 +18,7 @@ import autotp
 from autotp.models.gpt import GPT, GPTConfig
 from autotp.passes.capture.autocast_regions import ambient
 from autotp.passes.capture.pytree import flatten
-from autotp.runtime.executable import FlatCall
+from autotp.runtime.calls.executable import FlatCall
 from autotp.runtime.module import executable_of
 
 CALLS = 30

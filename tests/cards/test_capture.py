@@ -15,7 +15,7 @@ from autotp.compiler import analyse
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.program.program import CallState, Program
-from autotp.runtime.graph_digest import digest
+from autotp.runtime.calls.graph_digest import digest
 
 checks = Checks(cards=True)
 X = torch.arange(32.0).view(4, 8) / 32

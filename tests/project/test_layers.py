@@ -3,12 +3,14 @@
 import ast
 import subprocess
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import autotp
 
+pytestmark = pytest.mark.each_time
 ORDER = (
     "attached", "models", "display", "tracebacks", "errors", "torch_internals", "error_file", "arguments",
     "source_location", "model_library", "extensions", "sharding", "groups", "ops",
@@ -29,16 +31,25 @@ def module_of(file: Path) -> str:
     return ".".join(part for part in (parts[1:] if parts[0] == "autotp" else parts) if part != "__init__")
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    """The syntax of a file, which each law reads."""
+    return ast.parse(file.read_text())
+
+
 def layer(module: str) -> int:
     """The place of a module in the order; that of `autotp` itself is behind all others."""
     found = [i for i, name in enumerate(ORDER) if f"{module}.".startswith(f"{name}.")]
     return max(found, key=lambda i: len(ORDER[i]), default=len(ORDER))
 
 
+MODULES = {module_of(file) for file in FILES}
+
+
 def imported(file: Path) -> set[str]:
     """The modules of autotp that a file imports, also those inside functions."""
-    modules, found = {module_of(file) for file in FILES}, set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    modules, found = MODULES, set()
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "autotp":
             base = (node.module or "").removeprefix("autotp").removeprefix(".")
             below = {f"{base}.{alias.name}".removeprefix(".") for alias in node.names}
@@ -63,7 +74,7 @@ def test_only_integrations_import_libraries_of_models() -> None:
     """`train` is a script that `autotp init` gives to a user."""
     for file in FILES:
         names = set()
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.Import):
                 names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -78,7 +89,7 @@ def test_folders_are_small_and_say_what_they_are_for() -> None:
         files = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
         assert len(files) <= 12, folder
         if folder.parent != ROOT or folder.name not in SCRIPTS:
-            door = ast.parse((folder / "__init__.py").read_text())
+            door = parsed(folder / "__init__.py")
             assert len(door.body) == 1 and (ast.get_docstring(door) or "").splitlines()[0].endswith("."), folder
 
 
@@ -104,7 +115,7 @@ def test_no_test_file_imports_another() -> None:
     assert len(shared) <= 10
     files = {path.stem: path for path in TESTS.rglob("test_*.py")}
     for path in [*files.values(), *shared, *(TESTS / "support" / "scripts").glob("*.py")]:
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = list(ast.walk(parsed(path)))
         names = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
         names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         assert not {(name or "").partition(".")[0] for name in names} & files.keys(), path
@@ -124,7 +135,7 @@ SAME_NAME = {
 def test_a_name_of_a_class_or_a_public_function_stands_for_one_thing() -> None:
     """A reader who searches for it finds it; private functions are read in their own file."""
     classes, functions = Counter[str](), Counter[str]()
-    for tree in (ast.parse(file.read_text()) for file in FILES if module_of(file) != "passes"):
+    for tree in (parsed(file) for file in FILES if module_of(file) != "passes"):
         classes.update(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
         functions.update(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
     assert [name for name, count in classes.items() if count > 1] == []

@@ -17,6 +17,7 @@ THROUGH_A_PUBLIC_CALL = {
     "training/pipeline/replica_gradients": "training/test_trainer",
     "training/low_memory/blocks": "training/low_memory/test_packing",
     "training/low_memory/optimizer": "training/low_memory/test_low_memory",
+    "runtime/calls/structure": "runtime/calls/test_executable",
     "training/low_memory/parts": "training/low_memory/test_low_memory",
     "integrations/transformers/pages/attention_to_pages": "integrations/attention_kernels/test_continuous_batching",
     "passes/check/gathers": "passes/emit/zero/test_gathers",

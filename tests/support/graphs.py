@@ -54,7 +54,7 @@ from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.lower.losses import linear_cross_entropy
 from autotp.rules.registry import USER_RULES
-from autotp.runtime import executable
+from autotp.runtime.calls import executable
 
 if TYPE_CHECKING:
     from autotp.tools.estimation.counts.record import Reads, Record

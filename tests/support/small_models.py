@@ -57,9 +57,15 @@ def both(n: int, whole: nn.Module, **settings: Any) -> tuple[nn.Module, autotp.P
     return whole, autotp.parallelize(copy.deepcopy(whole), n, **settings)
 
 
+def read_values(parallel: nn.Module) -> list[Any]:
+    """What Python reads of tensors, by the model's graphs."""
+    entries = executable_of(parallel).graphs.entries
+    return [read.outcome.value for _, entry in entries for read in entry.analysis.captured.asked]
+
+
 def signatures_met(parallel: autotp.ParallelModule) -> int:
     """How many signatures it has met."""
-    return len(executable_of(parallel).entries)
+    return len(executable_of(parallel).graphs.entries)
 
 
 def gradient_differences(whole: nn.Module, parallel: nn.Module) -> list[float]:

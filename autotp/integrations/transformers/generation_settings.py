@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autotp.distributed.fingerprint import checksum
 from autotp.passes.capture.python_state.freeze import freeze
-from autotp.runtime.call_consistency import compared_part
+from autotp.runtime.calls.call_consistency import compared_part
 
 CLOCKS = ("initial_timestamp",)
 """Attributes with the time at which a criterion was made, which differs between ranks."""

@@ -20,7 +20,7 @@ from autotp.compiler import analyse
 from autotp.passes.capture.captured import Captured
 from autotp.passes.capture.pytree import flatten
 from autotp.passes.program.program import CallState, Program
-from autotp.runtime.graph_entry import input_values_on
+from autotp.runtime.calls.graph_entry import input_values_on
 
 
 def analyse_for_masks(

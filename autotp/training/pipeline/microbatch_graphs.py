@@ -17,7 +17,7 @@ from autotp.passes.capture.python_state.guard import Guard
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.plan.experts.expert_parallel import exchanges
 from autotp.passes.program.program import Program
-from autotp.runtime.graph_digest import digest, order_of
+from autotp.runtime.calls.graph_digest import digest, order_of
 from autotp.source_location import block_of
 from autotp.training.microbatches import Batch
 from autotp.training.pipeline.documents import Documents

@@ -43,7 +43,7 @@ def greedy(n: int, name: str) -> Any:
     tokens = expect_same(whole, parallel, prompt(), **GREEDY)
     assert tokens.shape[1] == NEW + (1 if name == "t5" else 7)
     assert len(tokens[0].unique()) > 5, "a model that repeats one token shows little"
-    assert len(executable_of(parallel).entries) <= 1 + {"t5": 3, "mistral": 4}.get(name, 2)
+    assert len(executable_of(parallel).graphs.entries) <= 1 + {"t5": 3, "mistral": 4}.get(name, 2)
     every = {"return_dict_in_generate": True, "output_logits": True, **GREEDY}
     logits = [torch.stack(model.generate(**prompt(), **every).logits) for model in (whole, parallel)]
     torch.testing.assert_close(*logits, rtol=0, atol=1e-3 if name == "bloom" else 1e-5)  # float32
@@ -97,7 +97,7 @@ def t5(rank: int, n: int) -> None:
     """Three parts in a layer of the decoder; the encoder runs once, by itself."""
     _, parallel = greedy(n, "t5")
     expect_cost(parallel, 4)
-    assert len(executable_of(parallel.get_encoder()).entries) == 1
+    assert len(executable_of(parallel.get_encoder()).graphs.entries) == 1
 
 
 @checks.on(4, rare=True)

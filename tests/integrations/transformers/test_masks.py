@@ -254,7 +254,7 @@ def batches_with_and_without_padding_by_turns(rank: int, n: int) -> None:
     for make in (llama, bert, t5):
         one, cut = pair(make, n)
         stepped(cut, call(cut, PADDED if make is bert else FULL))
-        first = len(executable_of(cut).entries)
+        first = len(executable_of(cut).graphs.entries)
         for step in range(10):
             given = call(one, PADDED if step % 2 else FULL)
             expected, theirs = stepped(one, given)
@@ -263,7 +263,7 @@ def batches_with_and_without_padding_by_turns(rank: int, n: int) -> None:
             assert (ours.count(FLASH), ours.count(MASKED)) == (theirs.count(FLASH), theirs.count(MASKED)), make
             if step > 3:  # The ranks compare the first two calls of each graph.
                 assert sum(ours.waits.values()) <= sum(theirs.waits.values()), f"{make}\n{ours}\n{theirs}"
-        assert len(executable_of(cut).entries) <= first + 1
+        assert len(executable_of(cut).graphs.entries) <= first + 1
         for part in (one, cut):
             part.zero_grad()
 

@@ -19,7 +19,7 @@ import autotp
 from autotp.compiler import analyse, flat_graph
 from autotp.options import DEFAULTS
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.runtime.graph_digest import digest
+from autotp.runtime.calls.graph_digest import digest
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
 TYPES = ("full_attention", "sliding_attention")

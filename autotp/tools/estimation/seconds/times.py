@@ -107,7 +107,7 @@ def piece_times(
     ends = dict[int, float]()
     across = {"cp": RankGroup(size=cp, stride=tp), "ep": RankGroup(size=ep, stride=tp * cp)}
     spent, phases = defaultdict[str, float](float), defaultdict[bool, float](float)
-    turns = _Ends(), _Ends()
+    turns = _EndsOfPhase(), _EndsOfPhase()
     for i, op in enumerate(record.ops):
         before = now
         if op.kind == "collective":
@@ -138,7 +138,7 @@ def piece_times(
     )  # fmt: skip
 
 
-class _Ends:
+class _EndsOfPhase:
     """Finds the turns at the ends of a phase, from its operators in order."""
 
     def __init__(self) -> None:

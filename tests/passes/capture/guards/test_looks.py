@@ -41,7 +41,7 @@ def llama() -> nn.Module:
 
 def outcomes(model: nn.Module) -> list[list[bool]]:
     """What Python read for each graph of a model."""
-    entries = [entry for _, entry in executable_of(model).entries]
+    entries = [entry for _, entry in executable_of(model).graphs.entries]
     return [[read.outcome.value for read in entry.analysis.captured.asked] for entry in entries]
 
 

@@ -270,7 +270,7 @@ def what_no_code_names(rank: int, n: int) -> None:
         in_globals("step", step)
         Doubled.unread, parallel.epoch, parallel.inner.note = step, step, step
         torch.testing.assert_close(parallel(x(step)), whole(x(step)))
-    assert len(executable_of(parallel).entries) == 1
+    assert len(executable_of(parallel).graphs.entries) == 1
 
 
 SEEN = 0

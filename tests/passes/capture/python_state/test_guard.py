@@ -107,7 +107,7 @@ def what_nobody_reads_changes_nothing(rank: int, n: int) -> None:
         parallel.note, parallel.new_note = call, call
         parallel.train().eval().train()
         parallel(x(call))
-    assert len(executable_of(parallel).entries) == 1
+    assert len(executable_of(parallel).graphs.entries) == 1
 
 
 class Recurrent(Mlp):
@@ -134,7 +134,7 @@ def steps_of_a_recurrent_layer(rank: int, n: int) -> None:
                 model(x(step)).square().sum().backward()
                 optimizer.step()
         torch.testing.assert_close(parallel(x()), whole(x()))
-    assert len(executable_of(parallel).entries) == 1
+    assert len(executable_of(parallel).graphs.entries) == 1
 
 
 class InTables(Mlp):
@@ -158,11 +158,11 @@ def an_attribute_read_through_dict(rank: int, n: int) -> None:
         for model in (whole, parallel):
             model.tau, model.power = tau, power
         torch.testing.assert_close(parallel(x()), whole(x()))
-    assert len(executable_of(parallel).entries) == 3
+    assert len(executable_of(parallel).graphs.entries) == 3
     for model in (whole, parallel):
         vars(model)["scale"] = 2.0  # As a descriptor of the class may do.
     torch.testing.assert_close(parallel(x()), whole(x()))
-    assert len(executable_of(parallel).entries) == 4
+    assert len(executable_of(parallel).graphs.entries) == 4
     for model in (whole, parallel):
         model.mark = True
     torch.testing.assert_close(parallel(x()), whole(x()))
@@ -177,7 +177,7 @@ def a_class_attribute(rank: int, n: int) -> None:
             torch.testing.assert_close(parallel(x()), whole(x()))
     finally:
         Told.power = 2
-    assert len(executable_of(parallel).entries) == 2
+    assert len(executable_of(parallel).graphs.entries) == 2
 
 
 @checks.on(2)
@@ -413,7 +413,7 @@ def test_a_copy_captures_for_itself() -> None:
     other = copy.deepcopy(parallel)
     other.cfg.tau = 3.0
     torch.testing.assert_close(other(x()) - other.head.bias, 3 * (parallel(x()) - parallel.head.bias))
-    assert (parallel.cfg.tau, len(executable_of(parallel).entries)) == (1.0, 1)
+    assert (parallel.cfg.tau, len(executable_of(parallel).graphs.entries)) == (1.0, 1)
 
 
 def test_many_captures_are_warned_of() -> None:

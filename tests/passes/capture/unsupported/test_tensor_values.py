@@ -209,7 +209,7 @@ def test_lengths_that_decide_nothing_share_one_graph() -> None:
     parallel = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=(X, ends))
     for other_ends in (ends, torch.tensor([0, 2, 3]), torch.tensor([0, 3, 3])):
         torch.testing.assert_close(parallel(X, other_ends), whole(X, other_ends), msg=str(other_ends))
-    assert len(executable_of(parallel).entries) == 1
+    assert len(executable_of(parallel).graphs.entries) == 1
 
 
 @pytest.mark.system

@@ -26,7 +26,7 @@ BUDGETS = ("90%", "70%", "50%", "30%")
 
 
 def budget_in(model: nn.Module) -> Budget:
-    operator = budget_of(executable_of(model).latest.ready.module)
+    operator = budget_of(executable_of(model).graphs.latest.ready.module)
     assert operator is not None
     return operator
 

@@ -18,7 +18,7 @@ from autotp.models.bert import BERT, BERTConfig
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.check.types import CONJUGATES
-from autotp.runtime.graph_digest import same_order
+from autotp.runtime.calls.graph_digest import same_order
 
 LAYOUTS = [(1, 2), (1, 3), (2, 2), (1, 4), (2, 3), (4, 2)]
 """(tp, cp)."""

@@ -17,7 +17,7 @@ from torch import Tensor
 import autotp
 from autotp.distributed.cut_tensors.sharded_tensor import Sharded
 from autotp.distributed.mesh import Mesh
-from autotp.runtime.call_consistency import _printed, agree_on_call, compared_part
+from autotp.runtime.calls.call_consistency import _printed, agree_on_call, compared_part
 from autotp.sharding.layout import Layout
 
 checks = Checks()

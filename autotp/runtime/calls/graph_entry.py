@@ -32,7 +32,7 @@ from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
 from autotp.rules.call import returned
 from autotp.rules.traits import draws, draws_from_numpy
-from autotp.runtime.graph_digest import draws_alike, order_of, same_cards, same_graph, same_order
+from autotp.runtime.calls.graph_digest import draws_alike, order_of, same_cards, same_graph, same_order
 from autotp.runtime.tree import attribute_of, original_class, table_of
 
 

@@ -12,7 +12,7 @@ from autotp.compiler import analyse
 from autotp.distributed.mesh import Mesh
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.runtime.graph_entry import GraphEntry, prepare
+from autotp.runtime.calls.graph_entry import GraphEntry, prepare
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
 

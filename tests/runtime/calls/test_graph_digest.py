@@ -17,7 +17,7 @@ import autotp
 from autotp.compiler import analyse
 from autotp.distributed.agreement import SOURCE
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.runtime.graph_digest import digest
+from autotp.runtime.calls.graph_digest import digest
 
 
 class Model(nn.Module):

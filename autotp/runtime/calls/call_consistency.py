@@ -20,7 +20,7 @@ from autotp.distributed.peers.store_gather import texts_so_far, write_text
 from autotp.errors import Error
 from autotp.passes.capture.python_state.freeze import freeze_argument
 from autotp.passes.capture.pytree import is_dense
-from autotp.runtime.graph_digest import same_draws
+from autotp.runtime.calls.graph_digest import same_draws
 from autotp.sharding.boxes import local_of
 from autotp.sharding.layout import Layout
 from autotp.source_location import calling_frame
