@@ -82,7 +82,7 @@ def a_model_without_a_plan_is_cut_by_heads(rank: int, n: int) -> None:
     assert expect_the_tokens_of_one_device("GPT2", OF_GPT2, {"tp": n}, "sdpa")[1] == {2}
 
 
-@checks.on(2)
+@checks.on(2, rare=True)
 def sinks_are_cut_by_heads(rank: int, n: int) -> None:
     """Layers with windows, too."""
     names = "eager", "flash_attention_4"
