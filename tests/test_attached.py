@@ -93,11 +93,13 @@ OF_THE_PROCESS = {
     "what extensions add: values of options, and rows of tables": {
         "diagnostics.lockstep.COLLECTIVES", "extensions._REGISTERED", "passes.builder.SIZES",
         "passes.check.erase.FORMS", "passes.check.sequence_order.IN_ORDER", "passes.emit.python_calls.BEFORE_CALLS",
-        "passes.emit.python_calls.PYTHON_CALLS", "passes.lower.localize.FORMS", "rules.table.ROWS",
+        "passes.emit.python_calls.PYTHON_CALLS", "passes.lower.localize.FAST_ONLY", "passes.lower.localize.FORMS",
+        "rules.table.ROWS",
     },
     "the region that a thread is in: a region within another has its own": {
         "display.progress._of_threads", "errors._calls", "groups.one_thread._users",
         "integrations.loops.accelerate_state._shown", "integrations.transformers.adapters._making",
+        "integrations.transformers.pages.attention_to_pages._cache",
         "integrations.transformers.adapters._saved", "ops.coalesced._at_once",
         "passes.emit.kept_values.kept_call.recomputations", "passes.capture.guards.looks._looking",
         "passes.capture.repeats.record.CALLS", "passes.capture.replacements.opaque._recording",

@@ -259,8 +259,14 @@ def attention_rows(
         counts[place] += 1
         rows.append(_row(place, _call_of(node, learning, exact), beside))
     with_own_kernel = (node for node in graph.nodes if has(node.target, Trait.ATTENTION) and node.target not in SDPA)
-    rows += [AttentionRow(layer_of(node), line_of(node), operator_text(node), {}, {}) for node in with_own_kernel]
+    rows += [AttentionRow(layer_of(node), line_of(node), _own_kernel(node), {}, {}) for node in with_own_kernel]
     return tuple(rows)
+
+
+def _own_kernel(node: fx.Node) -> str:
+    """Returns the name of the kernel that an attention calls: of one for several kernels the function's."""
+    function = str(arguments_of(node).get("function") or "")
+    return function.rpartition(":")[2].lstrip("_") or operator_text(node)
 
 
 def _attentions(graph: fx.Graph) -> Iterator[fx.Node]:

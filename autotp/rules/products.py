@@ -139,6 +139,11 @@ def attention(call: Call) -> Rule | None:
     return Rule.of(spell(terms, [[*heads, s, "e"]]), () if mark else ((2,),), **sizes)
 
 
+def has_mask(call: Call) -> bool:
+    """Returns whether an attention reads a mask."""
+    return call.get("attn_mask") is not None
+
+
 def zigzag_attention(call: Call) -> Any:
     """Returns the operator for queries in the order of `zigzag`; None if the attention is not causal."""
     return zigzag_rows if call.get("is_causal") else None

@@ -118,6 +118,7 @@ class Row:
         sizes: name of the argument with the result's sizes, which become local sizes if the operator is cut.
         places: for an operator on each channel by itself, the number of dimensions behind the channels.
         reach: returns which keys around its own position a query of this attention reads; None if they have no bound.
+        masked: returns whether the values of a tensor say which keys a query of this attention reads.
         zigzag: returns the operator that computes this attention for queries in the order of `zigzag`; None if there is
             none, or if the attention is not causal. It has the same arguments but those that being causal sets, and the
             number of `parts`, and the `rank` whose queries they are (None for all).
@@ -128,4 +129,5 @@ class Row:
     sizes: str = ""
     places: int = 0
     reach: Callable[[Call], Reach | None] | None = None
+    masked: Callable[[Call], bool] | None = None
     zigzag: Callable[[Call], Any] | None = None

@@ -93,7 +93,7 @@ TORCH_ROWS: list[tuple[str, Row]] = [
     ("linalg_vecdot", Row(f.paired("", "each"))),
     ("linalg_solve_triangular", Row(p.solved)),
     ("cdist", Row(f.fixed("* p k^, * r k^ -> * p r"))),
-    ("scaled_dot_product_attention", Row(p.attention, T.ATTENTION, zigzag=p.zigzag_attention)),
+    ("scaled_dot_product_attention", Row(p.attention, T.ATTENTION, masked=p.has_mask, zigzag=p.zigzag_attention)),
     ("_grouped_mm", Row(p.grouped_mm)),
     # Views and movement.
     ("view.default", Row(v.view, T.RESHAPE, sizes="size")),

@@ -35,6 +35,12 @@ def reach_of(node: fx.Node) -> Reach | None:
     return reach(call_of(node)) if reach is not None else None
 
 
+def is_masked(node: fx.Node) -> bool:
+    """True for an attention in which the values of a tensor say which keys a query reads."""
+    masked = ROWS.get(node.target, UNKNOWN).masked  # type: ignore[arg-type]
+    return masked is not None and masked(call_of(node))
+
+
 def zigzag_of(node: fx.Node) -> Any:
     """Returns the operator that computes a causal attention for queries in the order of `zigzag`; None for others."""
     zigzag = ROWS.get(node.target, UNKNOWN).zigzag  # type: ignore[arg-type]

@@ -203,7 +203,7 @@ def zigzag_of_rank(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     return node.target, tuple(args.values())
 
 
-def _fast_again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+def fast_again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
     """A fast form that is cut over another mesh axis already: its rank counts the ranks of both axes."""
     *shared, rank = local.builder.map(node.args)
     return node.target, (*shared, rank * local.to.tp + local.to.rank)
@@ -247,10 +247,10 @@ FORMS: dict[Any, Form] = {
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
     zigzag_rows: zigzag_of_rank,
-    dropout.fast_dropout: _fast_again,
-    dropout.fast_attention: _fast_again,
-    dropout.fast_causal_rows: _fast_again,
-    dropout.fast_zigzag_rows: _fast_again,
+    dropout.fast_dropout: fast_again,
+    dropout.fast_attention: fast_again,
+    dropout.fast_causal_rows: fast_again,
+    dropout.fast_zigzag_rows: fast_again,
     dropout.exact_dropout: _exact_again,
     dropout.exact_attention: _exact_again,
     routing.dispatch: _routed,
@@ -258,11 +258,17 @@ FORMS: dict[Any, Form] = {
 }
 
 
-def has_form(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
+FAST_ONLY = set[Any]()
+"""Operators that draw by a mask of their own, which no part repeats: they have forms with randomness="fast" alone."""
+
+
+def has_form(node: fx.Node, factor: Factor, leaf: Axis, randomness: str) -> bool:
     """Returns whether an operator has a parallel form along a leaf of a factor that it mixes.
 
     A form that compares positions knows those of a rank by their start, so they must follow one another.
     """
     arguments = arguments_of(node)
-    of_queries = arguments.get("is_causal") and factor.ins.get(0) == arguments["query"].meta["val"].dim() - 2
+    if randomness == "exact" and node.target in FAST_ONLY and draws(node):
+        return False
+    of_queries = factor.name == "s" and (arguments.get("is_causal") or node.target in FAST_ONLY)
     return node.target in FORMS and ((draws(node) and not of_queries) or is_major(factor.axis, leaf))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from torch import fx
 
@@ -44,7 +45,8 @@ def with_cut_sequences(p: CapturedProgram) -> CapturedProgram:
     `tp` get the result as they get any graph. `check` proves for each axis that a rank's graph computes the graph
     before; together, that both cuts do.
     """
-    cut = context_parallel(dce(p.graph), p.sources_of, can_be_divided)
+    has_cut = partial(can_be_divided, p.options.randomness)
+    cut = context_parallel(dce(p.graph), p.sources_of, has_cut)
     if cut is None and p.call.layouts is not None:
         return p  # For example one token, in generation: every rank computes it. `warn_of_whole_sequences` says so.
     if cut is None:
@@ -52,7 +54,7 @@ def with_cut_sequences(p: CapturedProgram) -> CapturedProgram:
             "the model has no sequence that can be cut over cp: no attention has it in its queries and in its keys",
             fix="cp=1, and more tensor-parallel ranks",
         )
-    exchanged = exchange_heads(cut, p.tp, p.options.cp, p.options.cp_attention, p.sources_of, can_be_divided)
+    exchanged = exchange_heads(cut, p.tp, p.options.cp, p.options.cp_attention, p.sources_of, has_cut)
     cut = exchanged.cut
     graph, axes, decision = cut.graph, cut.axes, cut.decision
     graph, axes, decision = decompose(graph, axes, decision)
@@ -90,6 +92,6 @@ def with_cut_sequences(p: CapturedProgram) -> CapturedProgram:
     )
 
 
-def can_be_divided(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
-    """True for an operator of which `lower` has a form that is cut along this factor."""
-    return has_form(node, factor, leaf) or has_expansion(node, factor, leaf)
+def can_be_divided(randomness: str, node: fx.Node, factor: Factor, leaf: Axis) -> bool:
+    """True for an operator of which `lower` has a form that is cut along this factor, with this randomness."""
+    return has_form(node, factor, leaf, randomness) or has_expansion(node, factor, leaf)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cards.pretend import REAL
+from kernel_packages import flash_attn
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
@@ -275,3 +276,10 @@ def test_a_kernel_of_its_own_is_named() -> None:
 
     (row,) = autotp.explain(Own(), 2, example_inputs=torch.zeros(2, 4, 8, 8)).attention
     assert str(row) == "flex_attention: a kernel of its own" and row.kernels == {}
+
+    class Flash(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return flash_attn.flash_attn_func(x, x, x, causal=True)
+
+    (row,) = autotp.explain(Flash(), 2, example_inputs=torch.zeros(2, 8, 4, 8)).attention
+    assert str(row) == "FlashAttnFunc: a kernel of its own"

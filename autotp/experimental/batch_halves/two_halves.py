@@ -87,7 +87,8 @@ def _cut(p: ProgramWithAxes) -> CutSequences | None:
     """Returns the decision which operators are divided along which axis; None if nothing is divided."""
 
     def has_halves(node: fx.Node, factor: Factor, leaf: Axis) -> bool:
-        return can_be_divided(node, factor, leaf) and (p.options.randomness == "fast" or not draws(node))
+        randomness = p.options.randomness
+        return can_be_divided(randomness, node, factor, leaf) and (randomness == "fast" or not draws(node))
 
     if not p.call.training:
         return None

@@ -50,10 +50,30 @@ _TAGS = (torch.Tag.nondeterministic_seeded,)
 torch.library.define(
     "autotp::attention_kernel", f"({_ARGUMENTS}, SymInt? start=None, SymInt? near=None) -> {_OUTPUTS}", tags=_TAGS
 )
-torch.library.define("autotp::dropped_attention_kernel", f"({_ARGUMENTS}, int rank) -> {_OUTPUTS}", tags=_TAGS)
-torch.library.define("autotp::zigzag_attention_kernel", f"({_ARGUMENTS}, int parts, int? rank) -> {_OUTPUTS}")
-ZIGZAG = torch.ops.autotp.zigzag_attention_kernel.default
-KERNEL, DROPPED = torch.ops.autotp.attention_kernel.default, torch.ops.autotp.dropped_attention_kernel.default
+torch.library.define(
+    "autotp::zigzag_attention_kernel", f"({_ARGUMENTS}, int parts, int? rank) -> {_OUTPUTS}", tags=_TAGS
+)
+KERNEL, ZIGZAG = torch.ops.autotp.attention_kernel.default, torch.ops.autotp.zigzag_attention_kernel.default
+
+
+def _with_own_mask(name: str, base: Any, more: str) -> Any:
+    """Returns a new operator: `base` with a separate dropout mask on each rank, whose number is the last argument."""
+
+    def dropped(*arguments: Any) -> tuple[Tensor, Tensor]:
+        query, rank = arguments[0], arguments[-1]
+        with own_stream(query.device, rank) if runs_at_once(query) else nullcontext():
+            result: tuple[Tensor, Tensor] = base(*arguments[:-1])
+            return result
+
+    torch.library.define(f"autotp::{name}", f"({_ARGUMENTS}{more}, int rank) -> {_OUTPUTS}", tags=_TAGS)
+    torch.library.impl(f"autotp::{name}", "CompositeImplicitAutograd")(dropped)
+    return getattr(torch.ops.autotp, name).default
+
+
+DROPPED = _with_own_mask("dropped_attention_kernel", KERNEL, "")
+DROPPED_PART = _with_own_mask("dropped_part_of_attention_kernel", KERNEL, ", SymInt? start, SymInt? near")
+DROPPED_ZIGZAG = _with_own_mask("dropped_zigzag_attention_kernel", ZIGZAG, ", int parts, int? place")
+"""Of a part of the heads or rows, of a part of the queries, and of the queries of a rank in the order of `zigzag`."""
 NAMES: Mapping[str, tuple[str, ...]] = {
     "query": ("q", "query"), "key": ("k", "key"), "value": ("v", "value"),
     "query_ends": ("cu_seqlens_q", "cu_seq_q"), "key_ends": ("cu_seqlens_k", "cu_seq_k"),
@@ -99,8 +119,13 @@ def _attention_kernel(
         Error: the kernel refuses the dtype or the width of the heads; or a document is longer than is said.
     """
     expect_taken(query, function)
-    expect_no_longer(query_ends, longest_query)
+    expect_no_longer(query_ends, longest_query, start is not None)
     expect_no_longer(key_ends, longest_key)
+    padded = query_ends is not None and key_ends is not None and query_ends.dim() == 2
+    if start is not None and padded:
+        if after == 0:  # The last token of the queries stays that of the keys, as kernels take it.
+            key, value, key_ends = (x.narrow(1, 0, start + query.shape[1]) for x in (key, value, key_ends))  # type: ignore[union-attr]
+        start = None
     if start is not None:
         places = after > 0 or (after < 0 and (before >= 0 or slopes is not None))
         if places and after < 0 and query_ends is None and not isinstance(query, FakeTensor):
@@ -126,7 +151,7 @@ def _attention_kernel(
     nothing = is_computed(query) and not (query.numel() and key.numel())
     if query.is_cpu or traced or nothing:
         scores = ScoreSettings(scale, window, softcap, slopes, sinks, dropout_p)
-        if dropout_p and not traced:  # Autograd keeps the mask.
+        if dropout_p and not traced and not nothing:  # Autograd keeps the mask.
             return attention_in_one_row(packed_attention, query, key, value, query_ends, key_ends, scores)
         result: tuple[Tensor, Tensor] = REFERENCE(query, key, value, query_ends, key_ends, slopes, sinks, *scores[:3])
         return result
@@ -139,15 +164,6 @@ def _mirrored(settings: str) -> str:
     values = ast.literal_eval(settings)
     sides = values.get("window_size")
     return settings if sides is None else repr({**values, "window_size": type(sides)(reversed(sides))})
-
-
-@torch.library.impl("autotp::dropped_attention_kernel", "CompositeImplicitAutograd")
-def _dropped(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Returns the same with a separate dropout mask on each rank, whose number is the last argument."""
-    query, rank = arguments[0], arguments[-1]
-    with own_stream(query.device, rank) if runs_at_once(query) else nullcontext():
-        result: tuple[Tensor, Tensor] = KERNEL(*arguments[:-1])
-        return result
 
 
 @torch.library.impl("autotp::zigzag_attention_kernel", "CompositeImplicitAutograd")

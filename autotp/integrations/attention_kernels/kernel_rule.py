@@ -16,7 +16,14 @@ from typing import Any
 from torch import fx
 
 from autotp.errors import Error
-from autotp.integrations.attention_kernels.kernel_operator import DROPPED, KERNEL, ZIGZAG, chunk_of
+from autotp.integrations.attention_kernels.kernel_operator import (
+    DROPPED,
+    DROPPED_PART,
+    DROPPED_ZIGZAG,
+    KERNEL,
+    ZIGZAG,
+    chunk_of,
+)
 from autotp.integrations.attention_kernels.packed_rows import may_be_same_documents
 from autotp.ops.placement_moves import nearby
 from autotp.passes.check import erase, sequence_order
@@ -27,7 +34,7 @@ from autotp.rules.call import Call, arguments_of
 from autotp.rules.language import Rule, spell
 from autotp.rules.registry import add_rows
 from autotp.rules.row import Reach, Row, Trait
-from autotp.sharding.axis import Axis, Size, find
+from autotp.sharding.axis import Axis, Size, find, touches
 from autotp.source_location import line_of
 
 
@@ -39,11 +46,11 @@ def kernel_rule(call: Call) -> Rule:
     shared = Size.of(query.shape[-2]) != Size.of(key.shape[-2])
     heads, groups = (f"(k{mark} g{mark})", f"k{mark}") if shared else (f"h{mark}", f"h{mark}")
     rows = [] if packed else [f"b{mark}"]
-    s = "s^" if mark or padded or call.get("start") is not None else f"s{_mark_of_queries(call)}"
+    s = "s^" if call.get("start") is not None else f"s{_mark_of_queries(call) or mark}"
     slopes = [heads] if call["slopes"] is None or call["slopes"].dim() == 1 else [rows[0] if rows else "n^", heads]
     terms = {
         "query": [*rows, s, heads, "d^"], "key": [*rows, "t^", groups, "d^"], "value": [*rows, "t^", groups, "e^"],
-        "query_ends": [*rows, "s^"] if padded else ["x^"], "key_ends": [*rows, "t^"] if padded else ["y^"],
+        "query_ends": [*rows, s] if padded else ["x^"], "key_ends": [*rows, "t^"] if padded else ["y^"],
         "slopes": slopes, "sinks": [heads],
     }  # fmt: skip
     ins = [term for name, term in terms.items() if call[name] is not None]
@@ -53,11 +60,14 @@ def kernel_rule(call: Call) -> Rule:
 
 def _mark_of_queries(call: Call) -> str:
     """Returns the mark of the factor of the queries; "^" where a part of them would need other keys."""
-    chunk = chunk_of(call["settings"])
+    chunk, ends = chunk_of(call["settings"]), call["query_ends"]
     reads_all_keys = (call["before"], call["after"]) == (-1, -1) and not chunk and call["slopes"] is None
-    if reads_all_keys and call["query_ends"] is None:
+    padded = ends is not None and ends.dim() == 2
+    if reads_all_keys and (ends is None or padded):
         return ""
     same_tokens = may_be_same_documents(*(call[name] for name in ("query", "key", "query_ends", "key_ends")))
+    if padded:  # The distance of two tokens is known only if both are behind the same padding.
+        return "!" if same_tokens and call["after"] == 0 and not chunk else "^"
     return "!" if reads_all_keys or (same_tokens and (call["after"] == 0 or not chunk)) else "^"
 
 
@@ -69,7 +79,7 @@ def kernel_reach(call: Call) -> Reach | None:
     ends, packed, chunk = call["query_ends"], call["query"].dim() == 3, chunk_of(call["settings"])
     before, after = call["before"], call["after"]
     same_tokens = may_be_same_documents(*(call[name] for name in ("query", "key", "query_ends", "key_ends")))
-    if call["dropout_p"] or (ends is not None and not packed) or not same_tokens:
+    if (ends is not None and not packed) or not same_tokens:
         return None
     if packed and call["longest_query"] is not None:
         return Reach(-1 if chunk else before, "longest_query", "query_ends", after=after)
@@ -79,48 +89,53 @@ def kernel_reach(call: Call) -> Reach | None:
 
 
 def kernel_zigzag(call: Call) -> Any:
-    """Returns the operator for queries in the order of `zigzag`; None for windows, packed rows, padding and dropout."""
+    """Returns the operator for queries in the order of `zigzag`; None for windows, packed rows and padding."""
     causal = (call["before"], call["after"]) == (-1, 0) and call["query"].dim() == 4
     causal = causal and not chunk_of(call["settings"])
-    return ZIGZAG if causal and call["query_ends"] is None and not call["dropout_p"] else None
+    return ZIGZAG if causal and call["query_ends"] is None else None
 
 
 def _form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
-    """Returns the call on a rank's part of the queries; with dropout on its part of the heads or rows.
+    """Returns the call on a rank's part of the queries; with dropout on its part of the heads or rows, too.
 
     Raises:
         Error: the dropout mask of one device is wanted, which only the kernel knows.
     """
     arguments = arguments_of(node)
-    values = local.builder.map(tuple(arguments.values()))
-    if not arguments["dropout_p"]:
-        query = axes.of(arguments["query"])
-        start = localize.start_of_part(local, node, query[len(query) - 3], leaf)
-        near = local.size(find(query[len(query) - 3]).size) if arguments["key"].target is nearby else None
-        return KERNEL, (*values[:-2], start, near)
-    if local.to.randomness == "exact":
+    values, drops = local.builder.map(tuple(arguments.values()))[:-2], bool(arguments["dropout_p"])
+    if drops and local.to.randomness == "exact":
         raise Error(
             "a kernel of attention drops weights by a mask that it makes itself, and that parts of it cannot repeat",
             at=line_of(node),
             fix='randomness="fast", a mask for each rank; or dropout_p=0, in transformers config.attention_dropout = 0',
         )
-    return DROPPED, (*values[:-2], local.to.rank)
+    query = axes.of(arguments["query"])
+    sequence = query[len(query) - 3]
+    if not touches(sequence, leaf):
+        return DROPPED, (*values, local.to.rank)
+    start = localize.start_of_part(local, node, sequence, leaf)
+    near = local.size(find(sequence).size) if arguments["key"].target is nearby else None
+    return (DROPPED_PART, (*values, start, near, local.to.rank)) if drops else (KERNEL, (*values, start, near))
 
 
-def _again(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
-    """A call that is cut over another mesh axis already: its rank counts the ranks of both axes."""
-    *shared, rank = local.builder.map(node.args)
-    return DROPPED, (*shared, rank * local.to.tp + local.to.rank)
+def _zigzag_form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
+    """Returns the call on a rank's queries in the order of `zigzag`."""
+    target, values = localize.zigzag_of_rank(local, node, axes, leaf)
+    return (DROPPED_ZIGZAG, (*values, local.to.rank)) if arguments_of(node)["dropout_p"] else (target, values)
 
 
 def add_kernel() -> None:
     """Adds the operator, and its forms on a rank, to the tables of the passes."""
     row = Row(kernel_rule, Trait.ATTENTION | Trait.DOCUMENTS, reach=kernel_reach)
-    add_rows({KERNEL: replace(row, zigzag=kernel_zigzag), DROPPED: row, ZIGZAG: Row(kernel_rule, Trait.ATTENTION)})
-    names = [argument.name for argument in KERNEL._schema.arguments]
-    localize.FORMS[KERNEL], localize.FORMS[DROPPED] = _form, _again
-    localize.FORMS[ZIGZAG] = localize.zigzag_of_rank
-    erase.FORMS[KERNEL] = KERNEL, tuple(names), ""
-    erase.FORMS[DROPPED] = KERNEL, tuple(names[:-2]), "fast"
-    erase.FORMS[ZIGZAG] = ZIGZAG, (*names[:-2], "parts", "rank"), ""
+    in_zigzag = Row(kernel_rule, Trait.ATTENTION)
+    add_rows({KERNEL: replace(row, zigzag=kernel_zigzag), DROPPED: row, DROPPED_PART: row})
+    add_rows({ZIGZAG: in_zigzag, DROPPED_ZIGZAG: in_zigzag})
+    localize.FORMS.update({KERNEL: _form, ZIGZAG: _zigzag_form})
+    localize.FORMS.update(dict.fromkeys((DROPPED, DROPPED_PART, DROPPED_ZIGZAG), localize.fast_again))
+    localize.FAST_ONLY.update((KERNEL, ZIGZAG))
+    names = tuple(argument.name for argument in KERNEL._schema.arguments)
+    ordered = *names[:-2], "parts", "rank"
+    erase.FORMS.update({KERNEL: (KERNEL, names, ""), ZIGZAG: (ZIGZAG, ordered, "")})
+    erase.FORMS.update({DROPPED: (KERNEL, names[:-2], "fast"), DROPPED_PART: (KERNEL, names, "fast")})
+    erase.FORMS[DROPPED_ZIGZAG] = ZIGZAG, ordered, "fast"
     sequence_order.IN_ORDER[ZIGZAG] = KERNEL, {"start": None, "near": None}

@@ -24,7 +24,7 @@ from autotp.distributed.gather import gather_all
 from autotp.distributed.mesh import Mesh, broadcast_from_first, follow_first_random_state, group_of, waiting
 from autotp.errors import Error, within
 from autotp.integrations.transformers.caches import is_state
-from autotp.integrations.transformers.pages.attention_to_pages import is_pages, pages_of, undivided_pages
+from autotp.integrations.transformers.pages.attention_to_pages import KEYS, divided, is_pages, pages_of
 from autotp.integrations.transformers.sampling import EXCLUDED, CutScores, FewScores
 
 # ---- generate
@@ -86,17 +86,27 @@ class Generates:
         """Returns transformers' manager of continuous batching: all ranks call this; the first one's requests count.
 
         Raises:
-            Error: transformers would not divide the heads of its pages as the model's are.
+            Error: pages are kept on the CPU, too, and would be made for other heads than this rank computes.
         """
-        inherited, mesh = super().init_continuous_batching, self.mesh  # type: ignore[misc]
-        if mesh.everyone.size == 1:
+        inherited, mesh = super().init_continuous_batching, self.mesh.everyone  # type: ignore[misc]
+        if mesh.size == 1:
             return inherited(*args, **kwargs)
-        if problem := undivided_pages(self, mesh.size) or ("sequences are cut over cp" if mesh.cp > 1 else ""):
-            raise Error(f"continuous batching of a parallel model: {problem}", fix="model.generate(**inputs)")
         # By this mesh transformers divides the heads of its pages, and sends what the first rank schedules.
         ranks = DeviceMesh.from_group(group_of(mesh), mesh.device.type, mesh_dim_names=("tp",))
         with patch.object(self, "_device_mesh", ranks, create=True):
-            return inherited(*args, **kwargs)
+            manager = inherited(*args, **kwargs)
+        if manager.continuous_batching_config.cpu_offload_space and KEYS[0] not in self.tp_plan:
+            raise Error(
+                "continuous batching keeps pages on the CPU, too, for heads of keys that tp divides, and no cp",
+                fix="ContinuousBatchingConfig(cpu_offload_space=0)",
+            )
+        return manager
+
+    @property
+    def tp_plan(self) -> dict[str, Any]:
+        """The plan of the original model; which heads are in a rank's pages is as autotp cuts them."""
+        plan: dict[str, Any] = super().tp_plan  # type: ignore[misc]
+        return divided(plan, self.config.get_text_config(), self.mesh.size, self.mesh.cp)  # type: ignore[attr-defined]
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the same as `generate_batch` of the original model, on every rank: continuous batching.
@@ -108,8 +118,8 @@ class Generates:
 
         def run() -> Any:
             results = [inherited(*args, **kwargs)]
-            if self.mesh.size > 1:  # transformers has them where the requests are.
-                torch.distributed.broadcast_object_list(results, group=group_of(self.mesh), group_src=0)
+            if (mesh := self.mesh.everyone).size > 1:  # transformers has them where the requests are.
+                torch.distributed.broadcast_object_list(results, group=group_of(mesh), group_src=0)
             if errors := [result.error for result in results[0].values() if result.error is not None]:
                 raise Error(f"{len(errors)} requests failed: {errors[0]}", fix="what transformers has logged")
             return results[0]

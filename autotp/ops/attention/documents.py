@@ -72,12 +72,17 @@ def _is_known(ends: Tensor) -> bool:
     return ends.is_cpu or (runs_at_once(ends) and READ.of(ends) is not None)
 
 
-def expect_no_longer(ends: Tensor | None, longest: int | None) -> None:
+def expect_no_longer(ends: Tensor | None, longest: int | None, is_part: bool = False) -> None:
     """Raises Error for a document that is longer than is said, where the host has the ends.
 
-    Kernels compute no more of it, and over cp a rank reads no more keys before its part.
+    Kernels compute no more of it, and over cp a rank reads no more keys before its part. In compiled code and in CUDA
+    graphs, of which the host reads no ends, a call of a part (`is_part`) stops the program: it would lack keys.
     """
-    if ends is None or longest is None or ends.dim() != 1 or not _is_known(ends):
+    if ends is None or longest is None or ends.dim() != 1:
+        return
+    if not _is_known(ends):
+        if is_part and not ends.is_meta and (torch.compiler.is_compiling() or is_computed(ends)):
+            torch._assert_async((ends.diff() <= longest).all(), TOO_LONG)
         return
     lengths = [stop - start for start, stop in pairwise(ends.tolist() if ends.is_cpu else host_values(ends))]
     if lengths and min(lengths) >= 0 and max(lengths) > longest:
@@ -85,6 +90,9 @@ def expect_no_longer(ends: Tensor | None, longest: int | None) -> None:
             f"a packed document has {max(lengths)} tokens, and the longest is said to have {longest}",
             fix="max_length_q and max_length_k (max_seqlen, max_q) that no document exceeds: int(ends.diff().max())",
         )
+
+
+TOO_LONG = "over cp, a packed document has more tokens than max_length_q (max_seqlen, max_q) says"
 
 
 def keys_seen(

@@ -30,9 +30,9 @@ from autotp.passes.plan.sequence.context_parallel import CutSequences, cut_seque
 from autotp.passes.plan.sequence.cut_along import HasForm
 from autotp.passes.plan.sequence.halos import halo_bytes, reads_halo
 from autotp.passes.plan.sequence.separate_keys import viewed, with_operands
-from autotp.rules.call import arguments_of, nbytes_of, outputs_of
+from autotp.rules.call import nbytes_of, outputs_of
 from autotp.rules.row import Trait
-from autotp.rules.traits import has
+from autotp.rules.traits import draws, has, is_masked
 from autotp.sharding.axis import Axis, find, leaves, touches
 from autotp.source_location import layer_of, line_of
 
@@ -121,7 +121,8 @@ def exchange_heads(
         result, unfit = _by_heads(cut, [row.node for row in fitting], cp, sources, has_form)
         if not unfit:
             break
-        reasons |= dict.fromkeys(unfit, "no heads that are one axis of the model")
+        masks = ", or a dropout mask that no part of it repeats"
+        reasons |= {node: f"no heads that are one axis of the model{masks * draws(node)}" for node in unfit}
         result, fitting = cut, [row for row in fitting if row.node not in unfit]
     if choice == "heads":
         _expect_heads(cut, reasons)
@@ -158,7 +159,7 @@ def _note(candidates: Sequence[AttentionBytes], chosen: Sequence[AttentionBytes]
         why = next((reasons[row.node] for row in rows if reasons[row.node]), "")
         others = [f"a gather of all {_sent(rows, 'gather')}"] if rows and rows[0].halo is not None else []
         others += [why or f"an exchange of heads {_sent(rows, 'exchange')}"]
-        if masked := sum(_has_mask(row.node) for row in rows if row.halo is None):
+        if masked := sum(is_masked(row.node) for row in rows if row.halo is None):
             others.append(f"of {masked} the mask is a tensor, so which keys are seen is not known")
         if rows:
             parts.append(f"{len(rows)} {what}: a rank sends {_sent(rows, 'along_queries')} a step; {'; '.join(others)}")
@@ -167,10 +168,6 @@ def _note(candidates: Sequence[AttentionBytes], chosen: Sequence[AttentionBytes]
 
 def _sent(rows: Sequence[AttentionBytes], way: str) -> str:
     return bytes_text(round(sum(getattr(row, way) for row in rows)))
-
-
-def _has_mask(node: fx.Node) -> bool:
-    return arguments_of(node).get("attn_mask") is not None
 
 
 def _reads_sequence(node: fx.Node, cut: CutSequences) -> bool:

@@ -43,7 +43,7 @@ def built(implementation: str, family: str = "Llama", dtype: torch.dtype = torch
     transformers.AttentionInterface.register("mine", around_flash)
     transformers.AttentionInterface.register("plain", written_out)
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES, **more)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **more})
     hub = patch("transformers.integrations.hub_kernels.get_kernel", lambda name, **which: flash_attn_interface)
     available = patch("transformers.integrations.hub_kernels.is_kernels_available", lambda: True)
     with hub, available, kernel_packages.usable_in_transformers():
@@ -171,6 +171,20 @@ def test_each_implementation_is_cut_by_heads(implementation: str) -> None:
         report = autotp.verify(built(implementation), tp=2, example_inputs=batch)
     assert report.ok, report
     assert "QKV -> attention" in str(report.plan) and "no rule" not in str(report.plan)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_with_padding_are_cut_along_queries(side: str) -> None:
+    """Of three ranks one has nothing but padding of the first row."""
+    with kernel_packages.usable_in_transformers():
+        mask = torch.ones(2, 9, dtype=torch.int64)
+        mask[0, :4] = 0
+        mask = mask if side == "left" else mask.flip(1)
+        batch = {"input_ids": tokens(2, 9), "labels": tokens(2, 9), "attention_mask": mask}
+        model = built(VERSIONS[0], num_hidden_layers=1, use_cache=False)
+        report = autotp.verify(model, 1, cp=3, cp_attention="gather", example_inputs=batch)
+    assert report.ok, report
+    assert "it needs whole sequences" not in str(report.plan), str(report.plan)
 
 
 def test_halves_of_a_batch_equal_one_device() -> None:

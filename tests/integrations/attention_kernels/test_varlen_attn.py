@@ -15,11 +15,13 @@ from kernel_packages.dense_attention import attend
 from ranks import run_ranks
 from small_models import signatures_met
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 import autotp
 from autotp.compiler import analyse
 from autotp.diagnostics.verify import compare_calls
+from autotp.integrations.attention_kernels.kernel_operator import KERNEL
 from autotp.integrations.attention_kernels.packed import ScoreSettings, packed_attention_backward
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
@@ -163,6 +165,28 @@ def test_wrong_ends_are_an_error_on_each_rank(cp: int) -> None:
     for texts in run_ranks(refused, 2, cp):
         for part, text in zip(WRONG_ENDS, texts, strict=True):
             assert part in text
+
+
+def test_compiled_code_stops_at_a_document_that_is_longer_than_said() -> None:
+    """The host reads no ends there, and a rank would lack keys. A longest document is compiled as a number, then as an
+    input: for no other one again."""
+    backend = CompileCounterWithBackend("aot_eager")
+
+    def part(query: Tensor, key: Tensor, ends: Tensor, longest: int) -> Tensor:
+        """Queries 10 to 19 of 20, and the keys from 8 on."""
+        settings = None, -1, 0, 0.0, 0.0, "", "{}", 10, 20
+        result: Tensor = KERNEL(query, key, key, ends, ends, None, None, longest, longest, *settings)[0]
+        return result
+
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(n, 2, 4, generator=generator) for n in (10, 12))
+    ends = torch.tensor([0, 6, 8, 20], dtype=torch.int32)
+    compiled = torch.compile(part, backend=backend, fullgraph=True)
+    for longest in (12, 13, 20):
+        torch.testing.assert_close(compiled(query, key, ends, longest), part(query, key, ends, longest))
+    assert backend.frame_count == 2
+    with pytest.raises(RuntimeError, match="more tokens than max_length_q"):
+        compiled(query, key, ends, 11)
 
 
 def test_a_cache_of_pages_is_refused() -> None:

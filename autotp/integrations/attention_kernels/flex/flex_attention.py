@@ -320,7 +320,9 @@ def _form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:
 
 def add_operator() -> None:
     """Adds the operator to the tables of the passes."""
-    add_rows({FLEX: Row(_rule, Trait.ATTENTION, reach=_reach)})
+    add_rows(
+        {FLEX: Row(_rule, Trait.ATTENTION, reach=_reach, masked=lambda call: bool(mods_of(call["text"]).masked_by))}
+    )
     localize.FORMS[FLEX] = _form
     erase.FORMS[FLEX] = FLEX, NAMES, ""
     builder.SIZES[FLEX] = flex_attention_like

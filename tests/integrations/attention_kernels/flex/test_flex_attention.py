@@ -168,6 +168,12 @@ def test_flex_attention_on_ranks_equals_one_device(model: Any, groups: int, layo
     assert layout["tp"] == 1 or "QKV -> attention" in plan
 
 
+@pytest.mark.parametrize(("model", "told"), [(Documents, True), (Alibi, False)], ids=["documents", "slopes"])
+def test_the_plan_says_of_which_masks_it_does_not_know_what_is_seen(model: Any, told: bool) -> None:
+    plan = str(autotp.explain(model(), 1, cp=2, cp_attention="gather", example_inputs=batch()))
+    assert ("of 1 the mask is a tensor, so which keys are seen is not known" in plan) == told, plan
+
+
 @pytest.mark.parametrize(
     "layout", [{"sequence_parallel": True}, {"recompute": "full"}, {"sequence_parallel": True, "cp": 2}], ids=str
 )
