@@ -74,14 +74,19 @@ class MemoryOptions(TypedDict, total=False):
     state_bytes: float | None
 
 
-class RankOptions(TypedDict, total=False):
-    """Those of calls that run on several processes."""
+class ExpertOptions(TypedDict, total=False):
+    """Those of calls that train mixtures of experts, or say what that takes."""
 
-    randomness: Randomness
     capacity: float | None
 
 
-class EstimateOptions(StepOptions, BackwardOptions, MemoryOptions, total=False):
+class RankOptions(ExpertOptions, total=False):
+    """Those of calls that run on several processes."""
+
+    randomness: Randomness
+
+
+class EstimateOptions(StepOptions, BackwardOptions, MemoryOptions, ExpertOptions, total=False):
     """The options of `estimate`."""
 
 

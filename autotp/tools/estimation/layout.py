@@ -35,6 +35,7 @@ class StepLayout:
     recompute: Recompute = "none"
     memory: Memory = None
     state_bytes: float | None = None
+    capacity: float | None = None
     overlap: Overlap = "none"
     cp_attention: CpAttention = "auto"
     zero: int = 0
@@ -83,8 +84,9 @@ class StepLayout:
         schedule: Any = self.schedule
         return Training(
             outputs="local", sequence_parallel=self.sequence_parallel, recompute=self.recompute, memory=self.memory,
-            state_bytes=self.state_bytes, summed=True, schedule=schedule, compute_dtype=self.dtype, cp=self.cp,
-            ep=self.ep, overlap=self.overlap, cp_attention=self.cp_attention, zero=self.zero,
+            state_bytes=self.state_bytes, capacity=self.capacity, summed=True, schedule=schedule,
+            compute_dtype=self.dtype, cp=self.cp, ep=self.ep, overlap=self.overlap, cp_attention=self.cp_attention,
+            zero=self.zero,
         )  # fmt: skip
 
     def equals_but_for_micro_batch(self, layout: StepLayout) -> bool:
@@ -102,9 +104,8 @@ class StepLayout:
         parts += [f"cp_attention={self.cp_attention}"] * (self.cp_attention != "auto")
         parts += [f"recompute={self.recompute}"] * (self.recompute != "none")
         parts += [f"memory={self.memory}"] * (self.memory is not None)
-        parts += [f"state_bytes={self.state_bytes}"] * (self.state_bytes is not None) + [f"zero={self.zero}"] * bool(
-            self.zero
-        )
+        parts += [f"{name}={x}" for name in ("state_bytes", "capacity") if (x := getattr(self, name)) is not None]
+        parts += [f"zero={self.zero}"] * bool(self.zero)
         return ", ".join(parts)
 
 
