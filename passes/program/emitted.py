@@ -150,7 +150,7 @@ def fixed_bytes(
         if name in p.captured.parameters:
             layout = p.layouts.get(p.captured.parameters[name])
             divided = replicas if layout is None or layout.rows is None else 1  # ZeRO leaves a rank's own experts.
-            states = states_of(x.numel(), own, settings.state_bytes)
+            states = bytes_of_states(x.numel(), own, settings.state_bytes)
             fixed, learning[name] = parameter_bytes(own, x.nbytes * (own != x.nbytes), states, zero, divided, count)
             total += fixed
         else:
@@ -158,7 +158,7 @@ def fixed_bytes(
     return int(total), learning
 
 
-def states_of(elements: int, own: float, state_bytes: float | None) -> float:
+def bytes_of_states(elements: int, own: float, state_bytes: float | None) -> float:
     """Returns the bytes of the optimizer's states of a parameter.
 
     Args:

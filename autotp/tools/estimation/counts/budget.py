@@ -9,7 +9,7 @@ from typing import Any
 from autotp.costs.hardware import Hardware
 from autotp.passes.emit.memory.budget import Allowance, MemoryChoice, budget_within, choice_under, too_small
 from autotp.passes.emit.memory.graph_table import GraphTable
-from autotp.passes.program.emitted import parameter_bytes, states_of
+from autotp.passes.program.emitted import bytes_of_states, parameter_bytes
 from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
 from autotp.tools.estimation.counts.kept import piece_table, stage_table
 from autotp.tools.estimation.counts.pieces import Lowered, Recorded
@@ -83,7 +83,7 @@ class Budgets:
             narrow = itemsize_of(layout, parameter.itemsize)
             copy = parameter.elements * narrow * (narrow != parameter.itemsize)
             replicas = zero_ranks(layout, parameter)
-            states = states_of(parameter.elements, parameter.bytes, layout.state_bytes)
+            states = bytes_of_states(parameter.elements, parameter.bytes, layout.state_bytes)
             always, if_learning = parameter_bytes(parameter.bytes, copy, states, layout.zero, replicas, count)
             total += always + if_learning * parameter.learns
         buffers = {
