@@ -78,10 +78,13 @@ def parallelize(
         recompute: "full" keeps only the inputs of each numbered block for backward, and computes the block again there;
             "selective" computes the scores of attention again, where attention is not fused; "none" keeps everything.
         memory: the bytes that this rank may use ("20GiB", "24GB", a number), "auto" for what the device has for
-            tensors, or "50%" of what a call keeps for backward. Parameters, gradients and the states of AdamW in the
-            parameters' dtype are subtracted. For every value that backward needs, the budget then decides: it stays, it
+            tensors, or "50%" of what a call keeps for backward. Parameters, gradients and the optimizer's states
+            (`state_bytes`) are subtracted. For every value that backward needs, the budget then decides: it stays, it
             is computed again, it goes to the host, or it stays in fewer bytes where that is exact. It chooses what
             takes the least time, for the sizes of each call; `model.plan` shows it. In place of `recompute`.
+        state_bytes: the bytes that the optimizer's states take on a device for each element of a parameter, which
+            `memory` subtracts. None means two numbers in the parameter's dtype, as AdamW has them; 2.03 is for
+            `autotp.low_memory` in 8 bits, 0 for SGD, or for states on the host.
         overlap: "batch" computes a batch in two halves that take turns: while the partial sums of one half are added
             over the ranks, the other half computes, in forward and in backward. It divides a batch, or the sequence
             of its one row, in training.

@@ -218,7 +218,7 @@ class Captures:
 
 def _for_any_tp(program: CapturedProgram) -> CapturedProgram:
     """Returns the program without what only passes of `Pass.by_tp` may read."""
-    options = replace(program.options, sequence_parallel=False, recompute="none", memory=None)
+    options = replace(program.options, sequence_parallel=False, recompute="none", memory=None, state_bytes=None)
     return replace(program, tp=ANY_TP, options=options)
 
 

@@ -71,16 +71,22 @@ class MemoryOptions(TypedDict, total=False):
     """Those of calls that count the bytes of a rank."""
 
     memory: Memory
+    state_bytes: float | None
 
 
-class RankOptions(TypedDict, total=False):
-    """Those of calls that run on several processes."""
+class ExpertOptions(TypedDict, total=False):
+    """Those of calls that train mixtures of experts, or say what that takes."""
 
-    randomness: Randomness
     capacity: float | None
 
 
-class EstimateOptions(StepOptions, BackwardOptions, MemoryOptions, total=False):
+class RankOptions(ExpertOptions, total=False):
+    """Those of calls that run on several processes."""
+
+    randomness: Randomness
+
+
+class EstimateOptions(StepOptions, BackwardOptions, MemoryOptions, ExpertOptions, total=False):
     """The options of `estimate`."""
 
 
@@ -150,6 +156,16 @@ def _expect_cut(cut: Any) -> None:
             raise Error(str(choice), expected=f"{', '.join(map(repr, CUT_ALONG))}, or a dimension")
 
 
+def _expect_state_bytes(state_bytes: Any) -> None:
+    """Raises Error unless `state_bytes` is None or a number of bytes."""
+    is_number = isinstance(state_bytes, int | float) and not isinstance(state_bytes, bool)
+    if state_bytes is not None and not (is_number and 0 <= state_bytes < math.inf):
+        raise Error(
+            f"state_bytes={state_bytes!r} is no number of bytes of a parameter's states",
+            expected='8 (AdamW in float32), 2.03 (autotp.low_memory(..., "8bit")), 0 (SGD, offload=True), or None',
+        )
+
+
 def _expect_capacity(capacity: Any) -> None:
     """Raises Error unless `capacity` is None or a factor."""
     is_number = isinstance(capacity, int | float) and not isinstance(capacity, bool)
@@ -170,6 +186,7 @@ class Options:
         check_inputs: when ranks compare their inputs.
         recompute: the values that backward computes again.
         memory: the bytes that a rank may use: a number, "24GB", "auto", or "50%" of what a microbatch keeps.
+        state_bytes: what the optimizer's states take for each element of a parameter; None: two numbers of its dtype.
         overlap: "batch": the halves of a batch (or of one row) take turns: one computes while the other communicates.
         cp: the number of context-parallel ranks, over which sequences are cut.
         ep: the number of ranks with different rows that experts are cut over.
@@ -194,6 +211,7 @@ class Options:
     ep: int = field(default=1, kw_only=True)
     cut: Any = field(default=None, kw_only=True)
     capacity: float | None = field(default=None, kw_only=True)
+    state_bytes: float | None = field(default=None, kw_only=True)
     summed: bool = field(default=False, kw_only=True)
     balance: Balance = field(default="batch", kw_only=True)
 
@@ -257,6 +275,7 @@ def expect_choices(options: Options, more: Mapping[str, tuple[Any, ...]] = Mappi
     }  # fmt: skip
     _expect_cut(options.cut)
     _expect_capacity(options.capacity)
+    _expect_state_bytes(options.state_bytes)
     for name, value in vars(options).items():
         if name in allowed and value not in (values := (*allowed[name], *values_of(name))):
             raise Error(f"{name}={value!r} is not one of its values", expected=", ".join(map(repr, values)))

@@ -61,6 +61,12 @@ def test_memory_is_a_number_of_bytes_or_a_part(memory: int | str, limit: float) 
     assert memory_limit(memory) == limit
 
 
+@pytest.mark.parametrize("state_bytes", [-1, True, "8bit", float("inf")])
+def test_other_bytes_of_states_are_refused(state_bytes: Any) -> None:
+    text = message(lambda: expect_choices(Options(state_bytes=state_bytes)))
+    assert f"state_bytes={state_bytes!r} is no number of bytes of a parameter's states" in text
+
+
 @pytest.mark.parametrize("memory", ["0%", "120%", "GB", "-1GB", 0, True, 1.5, "0B"])
 def test_other_budgets_are_refused(memory: Any) -> None:
     assert "is no number of bytes" in message(lambda: expect_choices(Options(memory=memory)))

@@ -155,11 +155,12 @@ class MemoryPlan:
     Attributes:
         memory: the option.
         needed: bytes of this rank at its fullest moment, as the budget counts them.
-        fixed: bytes of parameters, gradients and states of AdamW.
+        fixed: bytes of parameters, gradients and optimizer states.
         kept: bytes that a call keeps for backward.
         kept_without: bytes that it would keep without a budget.
         seconds: how much longer backward takes, as predicted.
-        collectives: the number of collectives that run again.
+        collectives: line of the model -> the number of collectives that run again, in all blocks; their seconds are
+            among those of backward.
         gigabyte: seconds of a call that the next gigabyte would save.
         largest: the largest kept values, by line of the model.
     """
@@ -170,7 +171,7 @@ class MemoryPlan:
     kept: int
     kept_without: int
     seconds: float
-    collectives: int
+    collectives: Mapping[str, int]
     gigabyte: float
     largest: tuple[KeptRow, ...]
 
@@ -182,10 +183,11 @@ class MemoryPlan:
     def lines(self) -> tuple[str, ...]:
         """Returns the lines about a budget."""
         nbytes, without_budget, needed = map(bytes_text, (self.kept, self.kept_without, self.needed))
-        again = f", with {self.collectives} collectives" * (self.collectives > 0)
+        again = f", with {sum(self.collectives.values())} collectives" * bool(self.collectives)
         return (
             f"memory      {self.memory}: a call keeps {nbytes} of {without_budget}; this rank needs {needed}",
             f"budget      backward takes {self.seconds * 1e3:.3g} ms longer{again} (predicted)",
+            *(f"budget      {n} collectives run again: {at}" for at, n in self.collectives.items()),
             f"budget      the next gigabyte would save {self.gigabyte * 1e3:.3g} ms",
         )
 

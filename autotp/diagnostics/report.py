@@ -79,9 +79,12 @@ def plan_of_choice(choice: MemoryChoice) -> MemoryPlan:
     for line, values in rows.items():
         bytes_made, bytes_staying, fates = zip(*values, strict=True)
         largest.append(KeptRow(line, sum(bytes_made), sum(bytes_staying), dict(Counter(fates))))
+    collectives = Counter[str]()
+    for value in (value for made in choice.chosen.choices for value in made.after.runs if value.collectives):
+        collectives[line_of(value.node)] += value.collectives
     return MemoryPlan(
         memory=choice.allowance.memory, needed=choice.needed, fixed=choice.allowance.fixed, kept=choice.kept,
-        kept_without=choice.kept_without, seconds=choice.chosen.seconds, collectives=choice.chosen.collectives,
+        kept_without=choice.kept_without, seconds=choice.chosen.seconds, collectives=dict(collectives),
         gigabyte=choice.gigabyte, largest=tuple(sorted(largest, key=lambda row: -row.bytes)[:LARGEST]),
     )  # fmt: skip
 

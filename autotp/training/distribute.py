@@ -162,11 +162,11 @@ def expect_experts(training: Training, dp: int) -> None:
     if training.zero and ep != dp:
         problem = f"ep={ep} beside zero={training.zero} and dp={dp}: experts are not divided over replicas once more"
         raise Error(problem, fix=f"ep={dp}, or zero=0")
-    if training.memory is not None or (training.recompute == "full" and training.capacity is None):
+    if training.capacity is None and (training.memory is not None or training.recompute == "full"):
         option = 'recompute="full"' if training.memory is None else f"memory={training.memory!r}"
         problem = f"ep={ep} beside {option}: how many rows come to a rank's experts is known only when they are there"
-        fix = 'recompute="full" beside capacity=1.25, with which all sizes are known'
-        raise Error(problem, fix='recompute="selective", without memory=', alternative=fix)
+        fix = "capacity=1.25, with which all sizes are known"
+        raise Error(problem, fix=fix, alternative='recompute="selective", without memory=')
     if training.cp > 1:
         raise Error(f"ep={ep} beside cp={training.cp}: rows of experts are not cut along the sequence", fix="cp=1")
     if ENGINES[training.schedule].halves:

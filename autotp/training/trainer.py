@@ -50,7 +50,7 @@ from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.emit.zero.room import FEWEST, Room
 from autotp.passes.emit.zero.sharded_unit import ShardedUnit
 from autotp.passes.pipeline.stages import Division, Stage, staged
-from autotp.passes.plan.experts.expert_parallel import EP, exchanges
+from autotp.passes.plan.experts.expert_parallel import EP, exchanges, with_own_experts
 from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders, returned
@@ -65,7 +65,6 @@ from autotp.runtime.torch_hooks.loading import part_in
 from autotp.runtime.torch_hooks.optimizer_steps import count_anew, steps_taken
 from autotp.sharding.boxes import is_sharded, local_of
 from autotp.sharding.layout import Layout
-from autotp.sharding.partition import chunk_bounds
 from autotp.tracebacks import shorten_traceback
 from autotp.training import process_groups as groups
 from autotp.training.compute_dtype import ParameterReader, cast_arguments
@@ -251,7 +250,7 @@ class Trainer(InGraphs, HasHoldings):
         self._load: ExpertLoad | None = None
         of_experts = dict.fromkeys(name for some in self._exchanges for name in some)
         needed = tensors_of_stages(analysis, stages, self._my_stages)
-        layouts = self.layouts | {name: self._of_own_experts(self.layouts[name]) for name in of_experts}
+        layouts = self._with_own_experts(self.layouts)
         blocks = [block for i in self._my_stages for block in stages[i].blocks]
         hold_parts(self, model, self.skeleton, blocks, needed, layouts, read_folder, self.place, self.everyone)
         whole = dict(self.named_parameters())
@@ -448,9 +447,9 @@ class Trainer(InGraphs, HasHoldings):
             return self.mesh["dp"]
         return DeviceMesh.from_group(group_of(self._ep), self.place.device.type, mesh_dim_names=(EP,))
 
-    def _of_own_experts(self, layout: Layout) -> Layout:
-        """Returns the layout of a stack of experts, with the rows of this rank's experts."""
-        return replace(layout, rows=chunk_bounds(layout.shape[0], self._ep.size, self._ep.rank))
+    def _with_own_experts(self, layouts: dict[str, Layout]) -> dict[str, Layout]:
+        """Returns layouts with the rows of this rank's experts."""
+        return with_own_experts(layouts, self._exchanges, self._ep.size, self._ep.rank) if self._exchanges else layouts
 
     @property
     def _gathers(self) -> bool:
@@ -522,7 +521,8 @@ class Trainer(InGraphs, HasHoldings):
             )
         owners = {name: module_at(self, name) for name in stage.blocks}
         axes = place.groups | (self._ep.groups if self._exchanges else {})
-        ready = rank_program(stage.graph, analysis, self._training, place.device, axes, seat)
+        program = replace(analysis, layouts=self._with_own_experts(analysis.layouts))
+        ready = rank_program(stage.graph, program, self._training, place.device, axes, seat)
         if self._gathers:
             values = {name: value_at(at) for name, at in places.items()}
             rows = {name for name, value in values.items() if is_sharded(value) and value not in self._experts}

@@ -41,9 +41,10 @@ def trained(way: str, layers: int = 32) -> nn.Module:
 
 def estimated(model: nn.Module, rows: int, memory: str | None) -> autotp.Estimate:
     """Returns the estimate of a step of one microbatch."""
+    ids = torch.empty(1, 8192, dtype=torch.int64, device="meta")  # peft's `forward` does not name its inputs.
     return autotp.estimate(
-        model, gpu="rtx4090-24gb", tp=4, batch=rows, micro_batch=rows, sequence=8192, sequence_parallel=True,
-        dtype=torch.bfloat16, memory=memory,
+        model, gpu="rtx4090-24gb", tp=4, batch=rows, micro_batch=rows, sequence_parallel=True, dtype=torch.bfloat16,
+        memory=memory, example_inputs={"input_ids": ids, "labels": ids},
     )  # fmt: skip
 
 

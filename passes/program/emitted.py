@@ -148,24 +148,38 @@ def fixed_bytes(
     for name, x in sources.items():
         own = x.numel() * (4 if cast is not None and x.is_floating_point() else x.itemsize)
         if name in p.captured.parameters:
-            fixed, learning[name] = parameter_bytes(own, x.nbytes * (own != x.nbytes), zero, replicas, count)
+            layout = p.layouts.get(p.captured.parameters[name])
+            divided = replicas if layout is None or layout.rows is None else 1  # ZeRO leaves a rank's own experts.
+            states = bytes_of_states(x.numel(), own, settings.state_bytes)
+            fixed, learning[name] = parameter_bytes(own, x.nbytes * (own != x.nbytes), states, zero, divided, count)
             total += fixed
         else:
             total += x.nbytes
     return int(total), learning
 
 
-def parameter_bytes(own: int, copy: int, zero: int, replicas: int, count: int) -> tuple[float, int]:
-    """Returns the bytes of a parameter on a rank; and those of its gradient and its states of AdamW, if it learns.
+def bytes_of_states(elements: int, own: float, state_bytes: float | None) -> float:
+    """Returns the bytes of the optimizer's states of a parameter.
+
+    Args:
+        own: bytes of the parameter.
+        state_bytes: the option: for each element; None for two states like the parameter.
+    """
+    return 2 * own if state_bytes is None else elements * state_bytes
+
+
+def parameter_bytes(own: int, copy: int, states: float, zero: int, replicas: int, count: int) -> tuple[float, int]:
+    """Returns the bytes of a parameter on a rank; and those of its gradient and its states, if it learns.
 
     Args:
         own: bytes of the whole parameter in its own dtype.
         copy: bytes of its copy in the dtype of computation; 0 if that is its own.
+        states: bytes of the optimizer's states of the whole parameter.
         zero, replicas: the stage of ZeRO, and the replicas over which it divides.
         count: the number of the rank's parameters.
     """
     share = {stage: replicas if zero >= stage else 1 for stage in (1, 2)}
-    return own / share[1] + gathered_bytes(own, copy, zero, replicas, count), int(own / share[2] + 2 * own / share[1])
+    return own / share[1] + gathered_bytes(own, copy, zero, replicas, count), int(own / share[2] + states / share[1])
 
 
 def gathered_bytes(own: float, copy: float, zero: int, replicas: int, count: int) -> float:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import autotp
+from autotp.diagnostics.plan import MemoryPlan
+from autotp.options import memory_limit
 
 pytest.importorskip("transformers")
 
@@ -75,6 +77,42 @@ def test_every_family_with_few_passes_equals_one_device(name: str) -> None:
         model, inputs = FAMILIES[name]()
         report = autotp.verify(model.train(), 2, example_inputs=inputs, **only(names))
         assert report.ok, f"{name} with {names} alone: {report}"
+
+
+BUDGETED = ("llama", "t5", "mixtral")
+"""Families that a budget is tried on in each run; the others are rare tests."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.rare] * (n not in BUDGETED)) for n in FAMILIES])
+def test_family_under_a_budget_has_the_same_bits(name: str) -> None:
+    """At 70, 50 and 30 % of what a call keeps, or at the least that its error names; in two calls, with dropout."""
+    torch.manual_seed(0)
+    model, inputs = FAMILIES[name]()
+    if name not in SINGLE:
+        model = model.double()
+        inputs = {key: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for key, x in inputs.items()}
+    expected, _ = steps_under(model.train(), inputs, None)
+    for memory in ("70%", "50%", "30%"):
+        try:
+            found, plan = steps_under(model, inputs, memory)
+        except autotp.Error as error:
+            assert "a microbatch keeps at least" in str(error)
+            memory = str(error).partition('memory="')[2].partition('"')[0]
+            found, plan = steps_under(model, inputs, memory)
+        assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+        assert plan is not None and plan.kept <= memory_limit(memory) * plan.kept_without
+
+
+def steps_under(model: nn.Module, inputs: dict[str, Any], memory: str | None) -> tuple[list[Tensor], MemoryPlan | None]:
+    """The losses and gradients of two calls, and what a budget did."""
+    parallel = autotp.parallelize(copy.deepcopy(model), 1, example_inputs=inputs, memory=memory)
+    values: list[Tensor] = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        loss = parallel(**inputs)[0]
+        loss.sum().backward()
+        values += [loss.detach(), *(p.grad.clone() for p in parallel.parameters() if p.grad is not None)]
+    return values, parallel.plan.memory
 
 
 def expect_equal(name: str, tp: int, train: bool, cache: bool = True) -> None:

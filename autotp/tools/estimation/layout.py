@@ -34,6 +34,8 @@ class StepLayout:
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     memory: Memory = None
+    state_bytes: float | None = None
+    capacity: float | None = None
     overlap: Overlap = "none"
     cp_attention: CpAttention = "auto"
     zero: int = 0
@@ -82,8 +84,9 @@ class StepLayout:
         schedule: Any = self.schedule
         return Training(
             outputs="local", sequence_parallel=self.sequence_parallel, recompute=self.recompute, memory=self.memory,
-            summed=True, schedule=schedule, compute_dtype=self.dtype, cp=self.cp, ep=self.ep, overlap=self.overlap,
-            cp_attention=self.cp_attention, zero=self.zero,
+            state_bytes=self.state_bytes, capacity=self.capacity, summed=True, schedule=schedule,
+            compute_dtype=self.dtype, cp=self.cp, ep=self.ep, overlap=self.overlap, cp_attention=self.cp_attention,
+            zero=self.zero,
         )  # fmt: skip
 
     def equals_but_for_micro_batch(self, layout: StepLayout) -> bool:
@@ -100,7 +103,9 @@ class StepLayout:
         parts += [f"overlap={self.overlap}"] * (self.overlap != "none")
         parts += [f"cp_attention={self.cp_attention}"] * (self.cp_attention != "auto")
         parts += [f"recompute={self.recompute}"] * (self.recompute != "none")
-        parts += [f"memory={self.memory}"] * (self.memory is not None) + [f"zero={self.zero}"] * bool(self.zero)
+        parts += [f"memory={self.memory}"] * (self.memory is not None)
+        parts += [f"{name}={x}" for name in ("state_bytes", "capacity") if (x := getattr(self, name)) is not None]
+        parts += [f"zero={self.zero}"] * bool(self.zero)
         return ", ".join(parts)
 
 

@@ -16,7 +16,7 @@ from autotp.costs.room import buffer_bytes, groups_of
 from autotp.diagnostics.report import plan_of_choice
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import partition
-from autotp.passes.program.emitted import gathered_bytes
+from autotp.passes.program.emitted import bytes_of_states, gathered_bytes
 from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
 from autotp.tools.estimation.counts.budget import Budgets, StageChoice, stage_choices
 from autotp.tools.estimation.counts.kernels import fused
@@ -490,7 +490,8 @@ def _rank_memory(
         for p in learnt
     )
     state = sum(
-        p.elements * (2 * p.itemsize if practice.state is None else practice.state) / zero_ranks(layout, p)
+        bytes_of_states(p.elements, p.bytes, practice.state if layout.state_bytes is None else layout.state_bytes)
+        / zero_ranks(layout, p)
         for p in learnt
     )
     stages_of_rank = sorted({action.stage for action in row})

@@ -42,6 +42,7 @@ def python_line(layout: StepLayout) -> str:
     arguments += [f'recompute="{layout.recompute}"'] * (layout.recompute != "none")
     budget = f'"{layout.memory}"' if isinstance(layout.memory, str) else layout.memory
     arguments += [f"memory={budget}"] * (layout.memory is not None)
+    arguments += [f"{name}={x}" for name in ("state_bytes", "capacity") if (x := getattr(layout, name)) is not None]
     arguments += [f'overlap="{layout.overlap}"'] * (layout.overlap != "none")
     arguments += [f'cp_attention="{layout.cp_attention}"'] * (layout.cp_attention != "auto")
     arguments += [f"zero={layout.zero}"] * bool(layout.zero)

@@ -93,7 +93,7 @@ class HostCopy:
         if not source.is_cuda:
             self.copy = source.clone()
             return
-        self.copy = _pinned(source)
+        self.copy = pinned(source)
         stream = _copying_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -128,14 +128,19 @@ class HostCopy:
         return back
 
 
-def _pinned(source: Tensor) -> Tensor:
+def pinned(source: Tensor) -> Tensor:
+    """Returns memory of the host for a copy of a tensor, from and to which a device copies beside computation.
+
+    Raises:
+        Error: there is none left.
+    """
     try:
         return torch.empty_like(source, device="cpu", pin_memory=True)
     except RuntimeError as error:
         mebibytes = source.numel() * source.element_size() / 2**20
         raise Error(
             f"the host has no {mebibytes:.0f} MiB of pinned memory left for a value that backward needs: {error}",
-            fix='recompute="full"',
+            fix='recompute="full" in place of memory=',
             alternative="a host with more memory, or a higher limit: ulimit -l unlimited",
         ) from error
 

@@ -121,10 +121,9 @@ class BlockTable:
             kept[name] += value.made * (name in boundary and value.inside)
             more += value.made * (name in boundary and value.inside)
         # In the table's order: sums of a set's order differ in the last digit from rank to rank, and so would choices.
-        runs = [value for name, value in self.values.items() if name in again]
+        runs = tuple(value for name, value in self.values.items() if name in again)
         return Kept(
-            kept=kept, inputs=frozenset(inputs), seconds=masks + sum(value.seconds for value in runs),
-            flops=sum(value.flops for value in runs), collectives=sum(value.collectives for value in runs),
+            kept=kept, inputs=frozenset(inputs), runs=runs, seconds=masks + sum(value.seconds for value in runs),
             moved=sum(moved.values()), live=self.live + more,
         )  # fmt: skip
 
@@ -136,20 +135,28 @@ class Kept:
     Attributes:
         kept: name of a value -> the bytes that stay on the device.
         inputs: the inputs of the block that stay.
-        seconds: of what backward computes again.
-        flops: of the products in it.
-        collectives: the number of collectives among it.
+        runs: the values that backward computes again.
+        seconds: of what backward computes again, with masks that are drawn again.
         moved: bytes that go to the host and come back.
         live: the most bytes of what the block makes, and keeps for what runs again, that there are at once.
     """
 
     kept: Mapping[str, int]
     inputs: frozenset[str]
+    runs: tuple[BlockValue, ...]
     seconds: float
-    flops: float
-    collectives: int
     moved: int
     live: int
+
+    @property
+    def flops(self) -> float:
+        """The floating-point operations of products that run again."""
+        return sum(value.flops for value in self.runs)
+
+    @cached_property
+    def collectives(self) -> int:
+        """The number of collectives that run again."""
+        return sum(value.collectives for value in self.runs)
 
 
 @dataclass

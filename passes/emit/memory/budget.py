@@ -279,7 +279,10 @@ def too_small(allowance: Allowance, needed: int, device: Hardware, ranks: int, r
         rows: of the batch of a step, over all replicas.
     """
     search = f'autotp.search(model, gpus={ranks}, gpu="{device.name}", batch={rows}), which lists layouts that fit'
-    shorter, fewer = "shorter sequences, a smaller microbatch", "parameters in bfloat16, LoRA, zero=1 over replicas"
+    shorter, fewer = (
+        "shorter sequences, a smaller microbatch",
+        "parameters in bfloat16, LoRA, zero=1 over replicas, autotp.low_memory (with state_bytes=2.03)",
+    )
     limit = memory_limit(allowance.memory)
     if limit <= 1:
         return Error(

@@ -39,11 +39,6 @@ class Chosen:
         """Seconds that backward takes longer."""
         return sum(choice.seconds for choice in self.choices)
 
-    @property
-    def collectives(self) -> int:
-        """The number of collectives that run again."""
-        return sum(choice.after.collectives for choice in self.choices)
-
 
 def choose_fates(
     table: GraphTable, measure: Callable[[Choices], float], limit: float, device: Hardware, allowed: Collection[Fate]

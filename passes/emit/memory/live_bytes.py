@@ -52,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
         return results
 
 
-class _Ends(torch.autograd.Function):
+class _LastValues(torch.autograd.Function):
     """Reads the last values of a graph. Backward makes their gradients, which nobody but torch holds."""
 
     @staticmethod
@@ -68,7 +68,7 @@ class _Ends(torch.autograd.Function):
 def end_of(results: Any) -> Tensor | None:
     """Returns a scalar whose backward is that of all results; None if none of them learns."""
     learning = [x for x in nested_tensors(results) if x.requires_grad]
-    return _Ends.apply(*learning) if learning else None
+    return _LastValues.apply(*learning) if learning else None
 
 
 def forget_gradient(x: Tensor) -> None:

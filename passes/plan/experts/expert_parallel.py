@@ -14,7 +14,8 @@ shapes of the model; `own` says that a rank stores a part.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from autotp.passes.plan.infer_axes import Axes
 from autotp.rules.call import operand_nodes
 from autotp.rules.traits import size_argument
 from autotp.sharding.axis import find
+from autotp.sharding.layout import Layout
+from autotp.sharding.partition import chunk_bounds
 from autotp.source_location import line_of
 
 EP = "ep"
@@ -74,6 +77,22 @@ def exchanges(graph: fx.Graph, names: Mapping[str, str]) -> tuple[tuple[str, ...
         elif node.target is exchange.own:
             order[-1] += (names[node.args[0].name],)
     return tuple(order)
+
+
+def with_own_experts(
+    layouts: Mapping[str, Layout], names: Iterable[Collection[str]], ep: int, rank: int
+) -> dict[str, Layout]:
+    """Returns layouts in which stacks of experts have the rows of a rank's experts.
+
+    Args:
+        names: the parameters of each exchange, from `exchanges`.
+        ep, rank: the number of ranks that experts are cut over, and the rank among them.
+    """
+    stacks = {name for some in names for name in some}
+    return {
+        name: replace(layout, rows=chunk_bounds(layout.shape[0], ep, rank)) if name in stacks else layout
+        for name, layout in layouts.items()
+    }
 
 
 def described(graph: fx.Graph, ep: int) -> str:

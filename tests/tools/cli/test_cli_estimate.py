@@ -36,6 +36,8 @@ def test_estimate_takes_a_budget(autotp_command, factory: str) -> None:
     done = autotp_command(*given, "--memory", "50%")
     assert done.status == 0 and "kept for backward" in done.out and "memory      50%: a call keeps" in done.out
     assert autotp_command(*given, "--memory", 10**9, "--json").json["budgets"][0]["memory"] == 10**9
+    data = [autotp_command(*given, *more, "--json").json for more in ((), ("--state-bytes", 2))]
+    assert data[1]["memory"][0]["optimizer"] == pytest.approx(data[0]["memory"][0]["optimizer"] / 4)
     told = " ".join(autotp_command("estimate", "--help").out.split())
     assert "--memory BYTES|PERCENT|auto" in told and '"auto" for what the device has for tensors' in told
     wrong = autotp_command(*given, "--memory", "much")

@@ -14,9 +14,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
+from autotp.diagnostics.report import memory_plan
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.tools.estimation.error_bars import FULLEST, step_bar
 from autotp.tools.estimation.start_lines import python_line
+from autotp.training.distribute import distribute
 
 checks = Checks()
 ROWS, CHOSEN, HIDDEN = 16, 2, 8
@@ -63,6 +65,37 @@ class _Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Layers(nn.Module):
+    """Two numbered layers of experts, and a loss. x, y: [batch 8]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([Mixture(OPERATOR) for _ in range(2)]), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(self.head(x), y)
+
+
+@checks.on(2)
+def a_budget_beside_experts_over_replicas_chooses_what_was_estimated(rank: int, n: int) -> None:
+    """With a capacity, by which all sizes are known, and where ZeRO leaves the experts."""
+    rows = {"x": torch.ones(ROWS, HIDDEN), "y": torch.ones(ROWS, HIDDEN)}
+    for memory, zero in (("70%", 0), ("2GB", 3)):
+        options: dict[str, Any] = {"dp": 2, "ep": 2, "capacity": 1.25, "memory": memory, "zero": zero}
+        est = autotp.estimate(
+            Layers(), gpu="cpu-gloo", batch=2 * ROWS, micro_batch=ROWS, example_inputs=rows, **options
+        )
+        trainer = distribute(Layers(), example_inputs=rows, **options)
+        trainer.step(**{name: x + rank for name, x in rows.items()})
+        chosen = memory_plan(trainer._pipelines[0].stages[0].module)
+        assert chosen is not None
+        for name in ("fixed", "kept", "kept_without", "collectives"):
+            assert (name, getattr(chosen, name)) == (name, getattr(est.budgets[0], name))
+        assert (chosen.seconds > 0) == (memory == "70%")
+
+
 @checks.on(2)
 def a_step_sends_the_bytes_of_its_estimate(rank: int, n: int) -> None:
     """A router that chooses all experts equally often: two exchanges of rows forward, and two of their gradients."""
@@ -91,6 +124,13 @@ def test_a_dispatch_has_the_bytes_of_the_chosen_rows(ep: int) -> None:
     est = estimated(number=8, dp=8, ep=ep)
     assert sizes_of_exchanges(est) == [ROWS * CHOSEN * HIDDEN * 4] * 4
     assert est.spent["all-to-all ep"] > 0
+
+
+def test_slots_of_a_capacity_are_counted_as_they_travel() -> None:
+    """Full or empty: 5 slots of an expert for 2 * 16 rows that choose among 8, in place of 4 rows."""
+    est = estimated(number=8, dp=8, ep=4, capacity=1.25)
+    assert sizes_of_exchanges(est) == [8 * 5 * HIDDEN * 4] * 4
+    assert "capacity=1.25" in str(est.layout) and "capacity=1.25" in python_line(est.layout)
 
 
 def test_experts_are_divided_and_all_else_is_not() -> None:

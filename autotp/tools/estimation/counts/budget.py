@@ -9,12 +9,12 @@ from typing import Any
 from autotp.costs.hardware import Hardware
 from autotp.passes.emit.memory.budget import Allowance, MemoryChoice, budget_within, choice_under, too_small
 from autotp.passes.emit.memory.graph_table import GraphTable
-from autotp.passes.program.emitted import parameter_bytes
+from autotp.passes.program.emitted import bytes_of_states, parameter_bytes
 from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
 from autotp.tools.estimation.counts.kept import piece_table, stage_table
 from autotp.tools.estimation.counts.pieces import Lowered, Recorded
 from autotp.tools.estimation.layout import StepLayout
-from autotp.tools.estimation.replicas import itemsize_of
+from autotp.tools.estimation.replicas import itemsize_of, zero_ranks
 from autotp.training.pipeline.schedules import Engine
 
 
@@ -74,7 +74,7 @@ class Budgets:
         return self._choices[key]
 
     def fixed(self, recorded: Recorded, layout: StepLayout, run: Sequence[int]) -> int:
-        """Returns the bytes of a stage's parameters, gradients, states of AdamW and buffers."""
+        """Returns the bytes of a stage's parameters, gradients, optimizer states and buffers."""
         pieces = [recorded.pieces[i] for i in run]
         total = 0.0
         names = {n for piece in pieces for n in piece.parameters}
@@ -82,7 +82,9 @@ class Budgets:
         for parameter in (self.model.parameters[n] for n in names):
             narrow = itemsize_of(layout, parameter.itemsize)
             copy = parameter.elements * narrow * (narrow != parameter.itemsize)
-            always, if_learning = parameter_bytes(parameter.bytes, copy, layout.zero, layout.dp, count)
+            replicas = zero_ranks(layout, parameter)
+            states = bytes_of_states(parameter.elements, parameter.bytes, layout.state_bytes)
+            always, if_learning = parameter_bytes(parameter.bytes, copy, states, layout.zero, replicas, count)
             total += always + if_learning * parameter.learns
         buffers = {
             name: value.bytes

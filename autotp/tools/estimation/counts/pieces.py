@@ -26,13 +26,12 @@ from autotp.passes.emit.memory.budget import Budget
 from autotp.passes.fingerprint import operators_as_text
 from autotp.passes.pipeline.loss_totals import TOTAL
 from autotp.passes.pipeline.stages import Stage, blocks_in_order, staged
-from autotp.passes.plan.experts.expert_parallel import EP, exchanges
+from autotp.passes.plan.experts.expert_parallel import EP, exchanges, with_own_experts
 from autotp.passes.plan.propagate import needs_grad
 from autotp.passes.program.program import Program
 from autotp.rules.call import returned
 from autotp.rules.traits import draws
 from autotp.sharding.layout import Layout
-from autotp.sharding.partition import chunk_bounds
 from autotp.tools.estimation.counts.depth import name_in_block, shorten, whole_order
 from autotp.tools.estimation.counts.record import META, Reads, Record, Value, record
 from autotp.training.compute_dtype import cast_arguments
@@ -216,8 +215,9 @@ def _lowered(
     last = training.cp - 1  # Its queries read the most keys.
     rows = places_of_rows(tensors, [])
     program = analyse_microbatch(skeleton, args, kwargs, tp, training, None, rows, last, call.captures)
-    stacks = {name for names in exchanges(program.graph, program.captured.parameters) for name in names}
-    program = replace(program, layouts=_with_own_experts(program.layouts, stacks, training.ep))
+    exchanged = exchanges(program.graph, program.captured.parameters)
+    stacks = {name for names in exchanged for name in names}
+    program = replace(program, layouts=with_own_experts(program.layouts, exchanged, training.ep, 0))
     graph = rank_graph(program, 0, training.randomness, checked=checked)
     blocks = blocks_in_order(graph, list(program.captured.parameters))
     order = whole_order(blocks, lengths)
@@ -235,12 +235,6 @@ def _lowered(
         name=type(model).__name__, program=program, graph=graph, captured_blocks=tuple(blocks), order=order,
         parameters=parameters, arguments=dict(zip(program.captured.inputs, tensors, strict=False)), training=training,
     )  # fmt: skip
-
-
-def _with_own_experts(layouts: Mapping[str, Layout], stacks: Collection[str], ep: int) -> dict[str, Layout]:
-    """Returns the layouts of the first of `ep` ranks. stacks: the parameters of which each has some experts"""
-    rows = {name: chunk_bounds(layouts[name].shape[0], ep, 0) for name in stacks}
-    return {name: replace(layout, rows=rows.get(name)) for name, layout in layouts.items()}
 
 
 def _middles_are_alike(model: Lowered, lengths: Mapping[str, int]) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
+from errors import message
 
-from autotp.passes.emit.kept_values.stores import Bits, HostCopy, ShortNumbers, flat_memory, tensor_at
+from autotp.passes.emit.kept_values.stores import Bits, HostCopy, ShortNumbers, flat_memory, pinned, tensor_at
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 1001])
@@ -26,3 +29,13 @@ def test_stores_give_back_what_they_took(count: int) -> None:
     assert tensor_at(store.flat(), view.dtype, view.shape, view.stride(), view.storage_offset()).equal(view)
     real = torch.view_as_real(x)
     assert tensor_at(store.flat(), real.dtype, real.shape, real.stride(), 0).equal(real)
+
+
+def test_a_host_without_pinned_memory_is_an_error() -> None:
+    with patch.object(torch, "empty_like", side_effect=RuntimeError("out of memory")):
+        text = message(pinned, torch.ones(2**19))
+    assert text == (
+        "the host has no 2 MiB of pinned memory left for a value that backward needs: out of memory\n"
+        '  try      recompute="full" in place of memory=\n'
+        "  or       a host with more memory, or a higher limit: ulimit -l unlimited"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,10 +16,11 @@ from small_models import Mixture, gpt
 from torch import Tensor, nn
 
 import autotp
-from autotp.costs.hardware import hardware_of
+from autotp.costs.hardware import CPU_GLOO, hardware_of
+from autotp.diagnostics.report import plan_of_choice
 from autotp.options import memory_limit
 from autotp.passes.emit.memory import budget
-from autotp.passes.emit.memory.budget import Allowance, Budget, budget_of, budget_on, budget_within
+from autotp.passes.emit.memory.budget import Allowance, Budget, budget_of, budget_on, budget_within, choice_under
 from autotp.runtime.module import executable_of
 
 checks = Checks()
@@ -48,7 +50,7 @@ def kept_bytes(model: nn.Module, run: Any) -> int:
 
 @checks.on(2)
 def a_budget_changes_no_number(rank: int, n: int) -> None:
-    """Bitwise, with dropout, in calls of two sizes; and what is kept is what was predicted."""
+    """Bitwise, with dropout, in calls larger than at capture; a percentage is of what a call of its size keeps."""
     expect_same_numbers(n, sequence_parallel=False)
 
 
@@ -82,7 +84,7 @@ def expect_same_numbers(
     expected: list[Tensor] = []
     for memory in (None, *budgets):
         model = autotp.parallelize(
-            copy.deepcopy(whole), n, example_inputs=calls[0], memory=memory, sequence_parallel=sequence_parallel
+            copy.deepcopy(whole), n, example_inputs=calls[1], memory=memory, sequence_parallel=sequence_parallel
         )
         torch.manual_seed(1)
         values: list[Tensor] = []
@@ -98,7 +100,10 @@ def expect_same_numbers(
             measured = kept_bytes(model, lambda model=model: model(*calls[0]))
             assert measured == pytest.approx(choice.kept, rel=0.02)
             assert choice.kept <= float(memory[:-1]) / 100 * choice.kept_without
-            assert choice.chosen.collectives == 0 or memory in ("50%", "30%")
+            again = sum(made.after.collectives for made in choice.chosen.choices)
+            assert again == 0 or memory in ("50%", "30%")
+            plan = model.plan.memory
+            assert sum(plan.collectives.values()) == again and all(at.startswith("gpt.py") for at in plan.collectives)
 
 
 @checks.on(2)
@@ -160,6 +165,46 @@ def test_a_budget_of_everything_keeps_everything() -> None:
     assert choice is not None and choice.chosen.seconds == 0 and choice.kept == choice.kept_without
     # Parameters, gradients, and two states of AdamW.
     assert choice.allowance.fixed == pytest.approx(4 * sum(p.nbytes for p in model.parameters()), rel=0.01)
+
+
+@pytest.mark.parametrize("state_bytes", [0, 2.03, 12.0])
+def test_states_of_another_optimizer_are_subtracted_as_they_are(state_bytes: float) -> None:
+    """Of the parameters that learn, which have a gradient, too."""
+    tokens = torch.randint(0, 64, (4, 16))
+    model = gpt().requires_grad_(False)
+    model.wte.requires_grad_(True)
+    options: dict[str, Any] = {"example_inputs": (tokens, tokens), "memory": "2GB", "state_bytes": state_bytes}
+    model = autotp.parallelize(model, 1, **options)
+    choice, learning = budget_in(model).latest, model.wte.weight.numel()
+    assert choice is not None
+    held = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    assert choice.allowance.fixed == held + int((4 + state_bytes) * learning)
+
+
+def test_the_plan_lists_collectives_that_run_again() -> None:
+    """By line of the model, of all blocks."""
+    tokens = torch.randint(0, 64, (4, 16))
+    table = budget_in(autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory="2GB")).latest.table  # type: ignore[union-attr]
+    values = {name: replace(x, collectives=2 * ("gelu" in name)) for name, x in table.tables[0].values.items()}
+    table = replace(table, tables=[replace(table.tables[0], values=values)])
+    assert not plan_of_choice(choice_under(Allowance(memory="100%"), table, CPU_GLOO)).collectives
+    plan = plan_of_choice(choice_under(Allowance(memory="1%"), table, CPU_GLOO))  # All that can run again does.
+    ((line, count),) = plan.collectives.items()
+    assert "gelu" in line and count == 2 * len(table.calls)
+    assert f"with {count} collectives (predicted)" in plan.lines()[1]
+    assert plan.lines()[2] == f"budget      {count} collectives run again: {line}"
+
+
+def test_the_next_gigabyte_is_the_difference_to_a_budget_with_one_more() -> None:
+    tokens = torch.randint(0, 64, (4, 16))
+    table = budget_in(autotp.parallelize(gpt(), 1, example_inputs=(tokens, tokens), memory="2GB")).latest.table  # type: ignore[union-attr]
+    values = {name: replace(x, made=10**5 * x.made, kept=10**5 * x.kept) for name, x in table.tables[0].values.items()}
+    table = replace(table, tables=[replace(table.tables[0], values=values)])
+    whole = choice_under(Allowance(memory="100%"), table, CPU_GLOO).kept
+    assert whole > 4e9
+    less, more = (choice_under(Allowance(memory=n), table, CPU_GLOO) for n in (whole // 2, whole // 2 + 10**9))
+    assert less.gigabyte == less.chosen.seconds - more.chosen.seconds > 0
+    assert choice_under(Allowance(memory=2 * whole), table, CPU_GLOO).gigabyte == 0
 
 
 def test_a_budget_that_nothing_fits_says_the_smallest() -> None:
@@ -264,6 +309,32 @@ def test_the_plan_shows_what_a_budget_did() -> None:
     rows = {row.at.split("  ")[0]: row for row in plan.memory.largest}
     assert any("recompute" in row.done and row.staying < row.bytes for row in rows.values())
     assert all(at.startswith("gpt.py:") for at in rows)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it.
+def test_a_budget_has_a_second_backward_transforms_and_compiled_blocks() -> None:
+    """Twice by one graph the same bits; torch.func keeps all; compiled blocks have the fates of the last call."""
+    torch.manual_seed(0)
+    whole, tokens = gpt(n_head=4, n_embd=32).double(), torch.randint(0, 64, (4, 16))
+    whole(tokens, tokens).backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    model = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=(tokens, tokens), memory="50%")
+    loss = model(tokens, tokens)
+    parameters = dict(model.named_parameters())
+    first = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(parameters.values()))
+    assert all(map(torch.equal, first, second))
+
+    def loss_of(values: dict[str, Tensor]) -> Tensor:
+        result: Tensor = torch.func.functional_call(model, values, (tokens, tokens))
+        return result
+
+    of_transform = torch.func.grad(loss_of)({name: p.detach() for name, p in parameters.items()})
+    model.compile_blocks(backend="aot_eager")
+    of_compiled = torch.autograd.grad(model(tokens, tokens), list(parameters.values()))
+    for name, *values in zip(parameters, first, of_transform.values(), of_compiled, strict=True):
+        for value in values:
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-10)
 
 
 def test_the_plan_of_a_trainer_shows_what_a_budget_did_in_its_last_step() -> None:

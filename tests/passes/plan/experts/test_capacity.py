@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autotp
+from autotp.diagnostics.plan import MemoryPlan
+from autotp.diagnostics.report import memory_plan
 from autotp.ops.experts.rows import slots_of_expert
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.training.distribute import distribute
@@ -75,7 +77,7 @@ def batch(step: int) -> dict[str, Tensor]:
     return {name: torch.randn(*shape, generator=draw).double() * 3 for name, shape in shapes.items()}
 
 
-def trains_as_one_device_that_drops(rank: int, **layout: Any) -> None:
+def trains_as_one_device_that_drops(rank: int, **layout: Any) -> autotp.Trainer:
     """Three steps. Each microbatch of each replica has slots of its own."""
     model, whole = layers()
     parts = layout.get("dp", 1) * layout.get("microbatches", 1)
@@ -108,6 +110,7 @@ def trains_as_one_device_that_drops(rank: int, **layout: Any) -> None:
     state = autotp.full_state_dict(trainer)
     for name, tensor in whole.state_dict().items() if rank == 0 else ():
         assert_values_close(state[name], tensor, **CLOSE)
+    return trainer
 
 
 @checks.on(2)
@@ -119,6 +122,31 @@ def experts_over_replicas_drop_rows(rank: int, n: int) -> None:
 def blocks_that_run_again_drop_the_same_rows(rank: int, n: int) -> None:
     """And count them once (Automodel#3140, #3247)."""
     trains_as_one_device_that_drops(rank, dp=2, ep=2, recompute="full")
+
+
+def budget_of_step(trainer: autotp.Trainer) -> MemoryPlan:
+    """What the budget of a trainer without a pipeline did in its last step."""
+    latest = next(pipeline for pipeline in reversed(trainer._pipelines) if pipeline.training)
+    plan = memory_plan(latest.stages[0].module)
+    assert plan is not None
+    return plan
+
+
+@checks.on(2)
+def a_budget_beside_experts_over_replicas_changes_no_number(rank: int, n: int) -> None:
+    """Rows travel again where the bytes ask for it; a rank's parameters are its own experts, which ZeRO leaves."""
+    fixed = []
+    for memory, zero in (("90%", 0), ("60%", 0), ("60%", 3), ("2GB", 0)):
+        trainer = trains_as_one_device_that_drops(rank, dp=2, ep=2, memory=memory, zero=zero)
+        plan = budget_of_step(trainer)
+        assert plan.kept <= (float(memory[:-1]) / 100 if memory != "2GB" else 1) * plan.kept_without
+        assert (plan.seconds > 0) == (memory != "2GB")
+        fixed.append(plan.fixed)
+    trainer = autotp.distribute(
+        layers()[0], dp=2, ep=2, capacity=FACTOR, example_inputs={k: x[:4] for k, x in batch(0).items()}
+    )
+    own = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in trainer.parameters())
+    assert fixed[0] == fixed[1] == fixed[3] == 4 * own > fixed[2]
 
 
 @checks.on(2)
@@ -136,10 +164,10 @@ def replicas_and_microbatches_drop_rows(rank: int, n: int) -> None:
     trains_as_one_device_that_drops(rank, dp=2, microbatches=2)
 
 
-def reads_of_a_step(rank: int, capacity: float | None) -> list[Any]:
+def reads_of_a_step(rank: int, **options: Any) -> list[Any]:
     """The shapes of the tensors that graphs read on the host in a step."""
     example = {name: x[:4] + rank for name, x in batch(0).items()}
-    trainer = distribute(layers()[0], example_inputs=example, capacity=capacity, dp=2, ep=2)
+    trainer = distribute(layers()[0], example_inputs=example, dp=2, ep=2, **options)
     reads: list[Any] = []
     run, plain = trainer._run, Tensor.tolist
 
@@ -158,8 +186,9 @@ def reads_of_a_step(rank: int, capacity: float | None) -> list[Any]:
 @checks.on(2)
 def a_capacity_needs_no_read_on_the_host(rank: int, n: int) -> None:
     """Without it each of the two layers reads once."""
-    assert reads_of_a_step(rank, FACTOR) == []
-    assert reads_of_a_step(rank, None) == [(2, 2, 3)] * 2
+    assert reads_of_a_step(rank, capacity=FACTOR) == []
+    assert reads_of_a_step(rank, capacity=FACTOR, memory="60%") == []
+    assert reads_of_a_step(rank) == [(2, 2, 3)] * 2
 
 
 @checks.on(2)

@@ -87,9 +87,10 @@ def stages_choose_what_was_estimated(rank: int, n: int) -> None:
 @checks.on(2)
 def replicas_divide_what_was_estimated(rank: int, n: int) -> None:
     """The states of an optimizer under ZeRO."""
-    for zero in (0, 1, 2, 3):
-        est = estimated(small(2), batch=n * ROWS, dp=n, zero=zero, memory="2GB")
-        trainer = autotp.distribute(small(2), dp=n, zero=zero, example_inputs=tokens(), memory="2GB")  # type: ignore[arg-type]
+    for zero, state_bytes in ((0, None), (1, 2.03), (2, None), (3, None), (3, 0.0)):
+        options: dict[str, Any] = {"dp": n, "zero": zero, "memory": "2GB", "state_bytes": state_bytes}
+        est = estimated(small(2), batch=n * ROWS, **options)
+        trainer = autotp.distribute(small(2), example_inputs=tokens(), **options)
         chosen = memory_plan(trainer._pipelines[0].stages[0].module)
         assert chosen is not None
         expect_same(est.budgets[0], chosen)
@@ -140,6 +141,16 @@ def test_a_budget_in_bytes_is_what_the_fullest_moment_takes() -> None:
         est = on_gpu(on_meta(), memory=memory)
         limit = float(memory[:-2]) * 1e6
         assert est.budgets[0].needed <= limit and est.fullest.total == pytest.approx(est.budgets[0].needed, rel=0.001)
+
+
+def test_states_of_another_optimizer_count_with_and_without_a_budget() -> None:
+    adam, small_states = (on_gpu(on_meta(), state_bytes=state_bytes) for state_bytes in (None, 2.0))
+    assert small_states.fullest.optimizer > 0
+    assert small_states.fullest.optimizer == pytest.approx(adam.fullest.optimizer / 4)
+    limit = int(0.9 * adam.fullest.total)
+    plans = [on_gpu(on_meta(), memory=limit, state_bytes=x).budgets[0] for x in (None, 2.0)]
+    assert plans[0].fixed - plans[1].fixed == pytest.approx(adam.fullest.optimizer * 3 / 4, rel=1e-6)
+    assert plans[1].kept > plans[0].kept and plans[1].seconds < plans[0].seconds
 
 
 def test_nothing_fits_is_one_error_with_the_smallest_budget() -> None:
