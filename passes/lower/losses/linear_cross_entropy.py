@@ -5,8 +5,8 @@
 
 Such readers are class losses, log-probabilities of given classes, logarithms of sums of exponentials, entropies,
 divergences between two heads, and the greatest class. The operator computes logits in chunks of rows, in forward and
-again in backward; `row_sums.py` says where once is enough. Views of rows move to the input of the head; casts, a bias,
-numbers that multiply logits, and a bound by tanh become arguments.
+again in backward; `row_sums.py` says where once is enough, and `priced_forms.py` where that is faster. Views of rows
+move to the input of the head; casts, a bias, numbers that multiply logits, and a bound by tanh become arguments.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
-from autotp.passes.lower.losses.logit_rules import one_precision, read
+from autotp.ops.losses import chunks
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.lower.losses.logit_rules import has_precision, read
 from autotp.passes.lower.losses.logit_values import (
     Affine,
     Exp,
@@ -35,14 +36,15 @@ from autotp.passes.lower.losses.term_requests import Mean, TermRequest, has_shar
 from autotp.passes.lower.losses.vocab_parallel_loss import MEAN, NONE, mean_of_sum, reduced_loss
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, visit
-from autotp.rules.call import arguments_of, outputs_of
+from autotp.rules.call import arguments_of, elements_of, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import Axis, is_major
 
 aten = torch.ops.aten
 LEAST = 2**14
-"""The classes from which on logits are computed in chunks. Fewer are hardly more bytes than the head's input."""
+"""The classes from which on logits are computed in chunks for any rows, as an example may have fewer than a batch.
+1,024 rows are one chunk. Of fewer classes the example has to fill two chunks: then these need half of the bytes."""
 Leaf = Axis | None
 
 
@@ -145,7 +147,8 @@ def _is_head(node: fx.Node) -> bool:
     if node.target is not aten.linear.default or len(node.args) != 2 or not isinstance(node.args[1], fx.Node):
         return False
     shape = node.meta["val"].shape
-    return len(shape) > 1 and isinstance(shape[-1], int) and shape[-1] >= LEAST
+    is_matrix = len(shape) > 1 and isinstance(shape[-1], int)
+    return is_matrix and (shape[-1] >= LEAST or elements_of(shape) > 2 * chunks.CHUNK)
 
 
 def _leaf_of(linear: fx.Node, axes: Axes, decision: Decision) -> Iterator[Leaf]:
@@ -161,7 +164,7 @@ def _refusing(graph: fx.Graph, heads: Heads, decision: Decision) -> Iterator[fx.
     """Adds values and readers in the order of the graph; yields each operator that needs their elements."""
     for node in graph.nodes:
         if node in heads.leaves:
-            heads.values[node] = Affine(((Logits(node), 1.0),))
+            heads.values[node] = Affine(((Logits.of(node), 1.0),))
             continue
         operands = [n for n in node.all_input_nodes if n in heads.values]
         if not operands or (node.target is aten.sym_size.int and _is_of_rows(node, heads.values)):
@@ -185,7 +188,7 @@ def _add(node: fx.Node, heads: Heads, decision: Decision) -> bool:
     leaf = heads.leaves[next(iter(linears))] if linears else None
     if not linears or any(heads.leaves[linear] is not leaf for linear in linears):
         return False
-    is_exact = not node.meta["val"].is_floating_point() or all(one_precision(node, linear) for linear in linears)
+    is_exact = not node.meta["val"].is_floating_point() or all(has_precision(node, each) for each in logits_within(of))
     if not isinstance(result, RowReader):
         heads.values[node] = result
         return is_exact
@@ -235,7 +238,6 @@ def _loss(terms: Terms, node: fx.Node, logits: Logits) -> fx.Node:
     builder, call, args = terms.builder, terms.call, terms.builder.map(arguments_of(node))
     classes_read = labels_of(node)
     smoothing = args.get("label_smoothing") or 0.0
-    dtype = terms.builder.env[logits.linear.args[1]].meta["val"].dtype  # type: ignore[index]
     lse, every = terms.lse(logits), None
     if has_shares(node):
         mean = Mean(-1.0, shares=Shares(node))
@@ -244,9 +246,7 @@ def _loss(terms: Terms, node: fx.Node, logits: Logits) -> fx.Node:
     if classes_read is None:
         assert every is not None
         total_loss = every if args["reduction"] == NONE else call(aten.sum.default, every)
-        total_loss = (
-            mean_of_sum(builder, total_loss, args, dtype_of_sums(dtype)) if args["reduction"] == MEAN else total_loss
-        )
+        total_loss = mean_of_sum(builder, total_loss, args, logits.dtype) if args["reduction"] == MEAN else total_loss
     else:
         classes, ignored = terms.labels(classes_read)
         assert ignored is not None

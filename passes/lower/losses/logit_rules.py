@@ -101,6 +101,7 @@ def _negated(node: fx.Node, value: Value) -> Value | None:
 def _log_softmax(node: fx.Node, value: Value) -> Value | None:
     dim = arguments_of(node)["dim"]
     logits = value.softmax_of if isinstance(value, Affine) else None
+    logits = None if logits is None else logits.cast(node.meta["val"].dtype)
     if logits is None or not isinstance(value, Affine):
         return None
     is_class = dim % node.meta["val"].dim() == 1 if value.is_moved else _is_last(node, dim)
@@ -160,7 +161,7 @@ def _moved(node: fx.Node, value: Affine) -> Affine | None:
 def _viewed(node: fx.Node, value: Affine) -> Affine | None:
     """Returns logits of which an operator changes the dtype, or takes a view of rows."""
     if has(node.target, Trait.SAME):
-        return None if has(node.target, Trait.NO_GRADIENT) else value
+        return None if has(node.target, Trait.NO_GRADIENT) else _cast(node, value)
     if value.is_moved or not has(node.target, VIEWS) or any(isinstance(row, RowNumbers) for row, _ in value.rows):
         return None
     values = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
@@ -175,6 +176,12 @@ def _viewed(node: fx.Node, value: Affine) -> Affine | None:
 
     parts = tuple((of(logits), number) for logits, number in value.parts)
     return Affine(parts, tuple((Lse(of(row.logits)), number) for row, number in value.rows if isinstance(row, Lse)))
+
+
+def _cast(node: fx.Node, value: Affine) -> Affine | None:
+    """Returns a value in the dtype of an operator's result: of another precision for logits alone."""
+    logits = None if value.logits is None else value.logits.cast(node.meta["val"].dtype)
+    return value if logits is None else replace(value, parts=((logits, 1.0),))
 
 
 # ---- several operands
@@ -215,8 +222,8 @@ def _add(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
         return None
     logits, other = x.logits, b.meta["val"]  # type: ignore[union-attr]
     if logits is not None and _is_bias(b, a.meta["val"].dtype, a.meta["val"].shape[-1]) and not x.is_moved:  # type: ignore[union-attr]
-        is_first = logits.bias is None and not logits.bounded and logits.inner == 1 and sign == 1
-        return Affine(((replace(logits, bias=b), 1.0),)) if is_first else None  # type: ignore[arg-type]
+        is_product = logits == replace(logits, bias=None, bounded=False, inner=1.0) and logits.cast_to is None
+        return Affine(((replace(logits, bias=b), 1.0),)) if is_product and sign == 1 else None  # type: ignore[arg-type]
     shape = list(a.meta["val"].shape)  # type: ignore[union-attr]
     is_of_rows = isinstance(other, torch.Tensor) and list(other.shape) == [*shape[:-1], 1] and not x.is_moved
     return x.plus(Affine((), ((RowNumbers(b), 1.0),)), sign) if is_of_rows else None  # type: ignore[arg-type]
@@ -295,6 +302,6 @@ TWO = _scale, _add, _divergence, _loss
 """Rules of operators of which each operand may be a value."""
 
 
-def one_precision(node: fx.Node, linear: fx.Node) -> bool:
-    """True if sums are added up in the dtype in which those of the head are."""
-    return dtype_of_sums(node.meta["val"].dtype) == dtype_of_sums(linear.meta["val"].dtype)
+def has_precision(node: fx.Node, logits: Logits) -> bool:
+    """True if the sums of an operator with this result are in the dtype of these logits."""
+    return dtype_of_sums(node.meta["val"].dtype) == logits.dtype

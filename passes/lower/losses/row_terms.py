@@ -54,7 +54,7 @@ class Terms:
         self.inputs: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
         self.made: dict[Logits, list[tuple[TermRequest, fx.Node]]] = {}
         self.of_second_heads: dict[Logits, fx.Node] = {}
-        self.shares_made: dict[tuple[Shares, fx.Node], fx.Node] = {}
+        self.shares_made: dict[tuple[Shares, fx.Node, torch.dtype], fx.Node] = {}
         self.classes: dict[Classes, tuple[fx.Node, fx.Node | None]] = {}
 
     # ---- operands
@@ -89,14 +89,14 @@ class Terms:
 
     def shares(self, shares: Shares, logits: Logits) -> fx.Node:
         """Returns a number for each class, perhaps of each row: [v] or [* v]"""
-        key = shares, logits.linear
+        key = shares, logits.linear, logits.dtype
         if key not in self.shares_made:
             self.shares_made[key] = self._new_shares(shares.node, logits)
         return self.shares_made[key]
 
     def _new_shares(self, node: fx.Node | None, logits: Logits) -> fx.Node:
         call, weight = self.call, self.builder.env[logits.linear.args[1]]  # type: ignore[index]
-        dtype, classes = dtype_of_sums(weight.meta["val"].dtype), weight.meta["val"].shape[0]
+        dtype, classes = logits.dtype, weight.meta["val"].shape[0]
         if node is not None and not has(node.target, Trait.CLASS_LOSS):
             return self.builder.env[node]
         args = {} if node is None else self.builder.map(arguments_of(node))
@@ -229,7 +229,7 @@ class Terms:
         scales = (1.0, 0.0) if mean.second is None else (mean.second.scale, mean.second.cap)
         shares = None if mean.shares is None else self.shares(mean.shares, logits)
         parts = mean.first_part, mean.second_part, *second[:2], *scales, second[2]
-        more = [logits.scale, logits.cap, bias, *parts, shares, *low, *second[3:]]
+        more = [logits.scale, logits.cap, bias, *parts, shares, *low, *second[3:], logits.cast_to]
         return self.call(linear_class_terms, weight, x, labels, 0, size, *without_defaults(linear_class_terms, more))
 
     def any_class(self, x: fx.Node) -> fx.Node:
@@ -286,8 +286,8 @@ def without_defaults(target: Callable[..., Any], arguments: list[Any]) -> list[A
 
 def _argmax(terms: Terms, logits: Logits) -> fx.Node:
     weight, x, bias, *low = terms.operands(logits)
-    low = low if low[0] is not None else []
-    key = terms.call(linear_argmax_key, weight, x, 0, logits.scale, logits.cap, bias, *low)
+    more = [logits.scale, logits.cap, bias, *low, logits.cast_to]
+    key = terms.call(linear_argmax_key, weight, x, 0, *without_defaults(linear_argmax_key, more))
     return place_in_graph(terms.builder, key)
 
 
