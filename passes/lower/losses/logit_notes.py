@@ -65,7 +65,7 @@ def _prices(node: fx.Node) -> str:
     forms = dict(zip(("with gradients in forward", "with logits again in backward"), forms_of(node), strict=True))
     (_, price), (name, other) = list(forms.items())[:: 1 if node.target is linear_loss_sum else -1]
     texts = [f"{form.seconds * 1e3:,.3g} ms and {bytes_text(form.bytes)}" for form in (price, other)]
-    return f" (predicted for {price.rows:,} rows: {texts[0]} kept; {name} {texts[1]})"
+    return f" (predicted for {price.rows:,} rows: {texts[0]} kept, or {texts[1]} {name})"
 
 
 def _whole(refused: Mapping[fx.Node, fx.Node]) -> Iterator[str]:

@@ -125,4 +125,7 @@ def _priced(form: Callable[[], Tensor], operands: dict[str, Any], rows: int, dev
         with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
             total = form()
         total.backward()
+    for x in operands.values():
+        if isinstance(x, Tensor):
+            x.grad = None  # The next form makes a new one, as this one did.
     return PricedForm(rows, work.seconds, work.flops, sum(kept.values()))

@@ -49,7 +49,7 @@ class Logits(nn.Module):
 
 CHUNKS = {
     1: "296 B of a head at a time, of 3.1 KB, gradients in forward (predicted for 4,096 rows: 0.19 ms and 429.5 KB "
-    "kept; with logits again in backward 0.253 ms and 65.5 KB)",
+    "kept, or 0.253 ms and 65.5 KB with logits again in backward)",
     2: "296 B of a head at a time, of 1.6 KB, again in backward for 0 GFLOP",
 }
 MIXTURE = "are whole: aten::logaddexp reads them, mean = torch.logaddexp(*pair) - 0.7"
