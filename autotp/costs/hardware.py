@@ -203,11 +203,16 @@ def estimated_on(device: Hardware) -> Iterator[None]:
 
 
 def hardware_at(device: torch.device) -> Hardware:
-    """Returns the kind of a device that is there, by its name; of a GPU of another name, an H100 with its memory."""
+    """Returns the kind of a device that is there, by its name; of a GPU of another name, an H100 with its memory.
+
+    Of tensors that pretend to be on a GPU, where there is none, an H100.
+    """
     if (estimated := _estimated.get()) is not None:
         return estimated
     if device.type != "cuda":
         return CPU_GLOO
+    if not torch.cuda.is_available():
+        return H100_80GB
     facts = torch.cuda.get_device_properties(device)
     name = facts.name.lower().replace(" ", "")
     of_this_name = [gpu for gpu in KINDS.values() if gpu.is_gpu and gpu.name.partition("-")[0] in name]

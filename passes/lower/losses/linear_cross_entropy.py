@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autotp.ops.losses import chunks
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.lower.losses.logit_rules import has_precision, read
 from autotp.passes.lower.losses.logit_values import (
@@ -36,15 +35,15 @@ from autotp.passes.lower.losses.term_requests import Mean, TermRequest, has_shar
 from autotp.passes.lower.losses.vocab_parallel_loss import MEAN, NONE, mean_of_sum, reduced_loss
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, visit
-from autotp.rules.call import arguments_of, elements_of, outputs_of
+from autotp.rules.call import arguments_of, outputs_of
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
 from autotp.sharding.axis import Axis, is_major
 
 aten = torch.ops.aten
 LEAST = 2**14
-"""The classes from which on logits are computed in chunks for any rows, as an example may have fewer than a batch.
-1,024 rows are one chunk. Of fewer classes the example has to fill two chunks: then these need half of the bytes."""
+"""The classes from which on a head is one operator: 1,024 rows are one chunk. The rows of an example decide nothing: they
+may be fewer than those of a batch, and others on other ranks. Up to one chunk the operator keeps probabilities."""
 Leaf = Axis | None
 
 
@@ -147,8 +146,7 @@ def _is_head(node: fx.Node) -> bool:
     if node.target is not aten.linear.default or len(node.args) != 2 or not isinstance(node.args[1], fx.Node):
         return False
     shape = node.meta["val"].shape
-    is_matrix = len(shape) > 1 and isinstance(shape[-1], int)
-    return is_matrix and (shape[-1] >= LEAST or elements_of(shape) > 2 * chunks.CHUNK)
+    return len(shape) > 1 and isinstance(shape[-1], int) and shape[-1] >= LEAST
 
 
 def _leaf_of(linear: fx.Node, axes: Axes, decision: Decision) -> Iterator[Leaf]:
