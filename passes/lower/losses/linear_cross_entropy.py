@@ -42,8 +42,8 @@ from autotp.sharding.axis import Axis, is_major
 
 aten = torch.ops.aten
 LEAST = 2**14
-"""The classes from which on a head is one operator: 1,024 rows are one chunk. The rows of an example decide nothing: they
-may be fewer than those of a batch, and others on other ranks. Up to one chunk the operator keeps probabilities."""
+"""The classes from which on a head is one operator: 1,024 rows are one chunk, up to which it keeps probabilities. The
+rows of an example decide nothing: they may be fewer than those of a batch, and others on other ranks."""
 Leaf = Axis | None
 
 
