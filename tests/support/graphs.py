@@ -44,6 +44,7 @@ from autotp.ops.grouped_mm import OPERATOR
 from autotp.ops.losses import chunks, ctc_loss
 from autotp.ops.losses.argmax import linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
+from autotp.ops.losses.linear_mixture import linear_mixture_sums
 from autotp.options import OPTIONAL, Options
 from autotp.passes.builder import Builder
 from autotp.passes.canonicalize.canonicalize import canonicalize
@@ -674,7 +675,7 @@ def as_on_gpus(generates_code: bool = False) -> Iterator[None]:
 CLASSES, WIDTH = 37, 16
 WORD_ROWS = torch.arange(21).view(3, 7) * 5 % CLASSES
 LABELS = WORD_ROWS.flip(1).masked_fill(torch.arange(21).view(3, 7) % 8 < 3, -100)
-FUSED = linear_class_terms, linear_loss_sum, linear_argmax_key
+FUSED = linear_class_terms, linear_loss_sum, linear_argmax_key, linear_mixture_sums
 
 
 ONLY_PRODUCTS = dataclasses.replace(CPU_GLOO, launch=1e-15, memory_bandwidth=1e20)

@@ -73,7 +73,7 @@ def linear_class_terms(
         [2 *]; [3 *] with parts, [4 *] with another head.
     """
     mix = mix_of(weight, x, *mixed, **named)
-    if not _has_numbers(weight, x):
+    if not has_numbers(weight, x):
         return terms_at_once(mix, classes, start, size)
     terms: Tensor = _LinearClassTerms.apply(*mix.operands, classes, start, size, mix.numbers)
     return terms
@@ -99,7 +99,7 @@ def linear_loss_sum(
         mixed, named: as of `mix_of`.
     """
     mix, numbers = mix_of(weight, x, *mixed, **named), (of_lse, of_class, of_total, of_second_lse)
-    if not _has_numbers(weight, x):
+    if not has_numbers(weight, x):
         return _sum_of_terms(terms_at_once(mix, classes, 0, weight.shape[0]), numbers)
     # Forward knows no gradients of these, and adds those of the weights in their own dtype.
     learns_numbers = any(y is not None and y.requires_grad for y in (*numbers, mix.shares))
@@ -120,7 +120,7 @@ def has_many_chunks(dtype: torch.dtype, logits: float) -> bool:
     return dtype.itemsize < 4 and logits > MOST * chunks.CHUNK
 
 
-def _has_numbers(weight: Tensor, x: Tensor) -> bool:
+def has_numbers(weight: Tensor, x: Tensor) -> bool:
     """True outside of transforms and compilers, for tensors of known sizes: a loop over chunks can run."""
     return is_plain(x) and is_plain(weight) and all(isinstance(n, int) for n in (*x.shape, *weight.shape))
 
@@ -212,7 +212,7 @@ class _LinearClassTerms(torch.autograd.Function):
 
         sums = sums_of_tiles(mix.heads, (needed[:5], needed[5:10])[: len(mix.heads)], of_tile)
         of_heads = [*(y for of_head in sums for y in of_head), *[None] * (5 * (2 - len(sums)))]
-        return *_in_shape(operands, [*of_heads, of_shares]), *[None] * 4
+        return *in_shape(operands, [*of_heads, of_shares]), *[None] * 4
 
 
 class _LinearLossSum(torch.autograd.Function):
@@ -242,7 +242,7 @@ class _LinearLossSum(torch.autograd.Function):
                 if g is not None:
                     head_sums.add(g, part)
         of_heads = [*(y for head_sums in sums for y in head_sums.in_order()), *[None] * (5 * (2 - len(sums)))]
-        ctx.save_for_backward(*operands, classes, *counted, *_in_shape(operands[:10], of_heads))
+        ctx.save_for_backward(*operands, classes, *counted, *in_shape(operands[:10], of_heads))
         return total
 
     @staticmethod
@@ -268,7 +268,7 @@ def _may_overwrite(grad: Tensor) -> bool:
     return is_last_backward() and not is_kept(grad)
 
 
-def _in_shape(operands: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def in_shape(operands: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns the gradients of operands, with their dimensions of rows."""
     return [
         None if y is None or operand is None else y.to(operand.dtype).view(operand.shape)

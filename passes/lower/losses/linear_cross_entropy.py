@@ -215,6 +215,8 @@ def logits_within(value: Value) -> Iterator[Logits]:
     match value:
         case Affine():
             yield from (logits for logits, _ in value.parts)
+            for mixture, _ in value.mixtures:
+                yield from (*logits_within(mixture.first), *logits_within(mixture.second))
         case Exp():
             yield from logits_within(value.of)
         case WeightedValue():

@@ -45,7 +45,7 @@ def _in_chunks(graph: fx.Graph, decision: Decision, tp: int) -> Iterator[str]:
             continue
         args = arguments_of(node)
         weights = [args[name] for name in ("weight", "second_weight") if args.get(name) is not None]
-        rows, parts = _count(args["classes"]), tp if decision.cuts.get(node) is not None else 1
+        rows, parts = _count(args.get("classes", args.get("lse"))), tp if decision.cuts.get(node) is not None else 1
         logits = sum(rows * weight.meta["val"].shape[0] / parts for weight in weights)
         itemsize = dtype_of_sums(weights[0].meta["val"].dtype).itemsize
         least = min(logits, chunks.CHUNK) * itemsize

@@ -106,26 +106,42 @@ class RowNumbers:
 
 
 @dataclass(frozen=True)
+class One:
+    """The number 1, for each row."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The logarithms of the sum of the exponentials of two values, each of one head: `logaddexp(first, second)`."""
+
+    first: Affine
+    second: Affine
+
+
+@dataclass(frozen=True)
 class Affine:
     """A sum of logits with factors, and of values of rows with factors.
 
     Attributes:
         is_moved: whether the classes are in dimension 1, as a loss wants them, of three or more.
+        mixtures: mixtures that are added, with factors.
     """
 
     parts: tuple[tuple[Logits, float], ...]
-    rows: tuple[tuple[Lse | RowNumbers, float], ...] = ()
+    rows: tuple[tuple[Lse | RowNumbers | One, float], ...] = ()
     is_moved: bool = False
+    mixtures: tuple[tuple[Mixture, float], ...] = ()
 
     @property
     def logits(self) -> Logits | None:
         """The logits that this value is; None for a sum."""
-        return self.parts[0][0] if len(self.parts) == 1 and self.parts[0][1] == 1 and not self.rows else None
+        is_one = len(self.parts) == 1 and self.parts[0][1] == 1 and not (self.rows or self.mixtures)
+        return self.parts[0][0] if is_one else None
 
     @property
     def softmax_of(self) -> Logits | None:
         """The logits with the same softmax: a number for a whole row changes nothing. None for a sum of logits."""
-        if len(self.parts) != 1:
+        if len(self.parts) != 1 or self.mixtures:
             return None
         logits, factor = self.parts[0]
         return logits.times(factor)
@@ -139,11 +155,12 @@ class Affine:
     def plus(self, other: Affine, factor: float = 1.0) -> Affine:
         """Returns this value plus another one times a number."""
         added = other.times_each(factor)
-        return replace(self, parts=_added(self.parts + added.parts), rows=_added(self.rows + added.rows))
+        sums = {name: _added(getattr(self, name) + getattr(added, name)) for name in ("parts", "rows", "mixtures")}
+        return replace(self, **sums)
 
     def times_each(self, factor: float) -> Affine:
         """Returns this value times a number, which multiplies each factor."""
-        return replace(self, parts=_scaled(self.parts, factor), rows=_scaled(self.rows, factor))
+        return replace(self, **{name: _scaled(getattr(self, name), factor) for name in ("parts", "rows", "mixtures")})
 
     def times(self, factor: float) -> Affine:
         """Returns this value times a number."""
