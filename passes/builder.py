@@ -24,6 +24,7 @@ from autotp.ops.losses.linear_cross_entropy import (
     linear_loss_sum,
     linear_loss_sum_like,
 )
+from autotp.ops.losses.linear_mixture import linear_mixture_sums, linear_mixture_sums_like
 
 aten = torch.ops.aten
 PART = "part"
@@ -69,6 +70,7 @@ SIZES: dict[Any, Callable[..., Any]] = {
     linear_class_terms: linear_class_terms_like,
     linear_loss_sum: linear_loss_sum_like,
     linear_argmax_key: linear_argmax_key_like,
+    linear_mixture_sums: linear_mixture_sums_like,
     zigzag: zigzag_like,
     in_order: zigzag_like,
     zigzag_rows: zigzag_rows_like,

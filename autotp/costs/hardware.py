@@ -19,6 +19,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -186,10 +189,30 @@ def hardware_of(gpu: str | Hardware) -> Hardware:
     return _parsed(gpu)
 
 
+_estimated: ContextVar[Hardware | None] = ContextVar("estimated", default=None)
+
+
+@contextmanager
+def estimated_on(device: Hardware) -> Iterator[None]:
+    """A region in which `hardware_at` returns this kind: plans are made for it, whatever device is there."""
+    token = _estimated.set(device)
+    try:
+        yield
+    finally:
+        _estimated.reset(token)
+
+
 def hardware_at(device: torch.device) -> Hardware:
-    """Returns the kind of a device that is there, by its name; of a GPU of another name, an H100 with its memory."""
+    """Returns the kind of a device that is there, by its name; of a GPU of another name, an H100 with its memory.
+
+    Of tensors that pretend to be on a GPU, where there is none, an H100.
+    """
+    if (estimated := _estimated.get()) is not None:
+        return estimated
     if device.type != "cuda":
         return CPU_GLOO
+    if not torch.cuda.is_available():
+        return H100_80GB
     facts = torch.cuda.get_device_properties(device)
     name = facts.name.lower().replace(" ", "")
     of_this_name = [gpu for gpu in KINDS.values() if gpu.is_gpu and gpu.name.partition("-")[0] in name]

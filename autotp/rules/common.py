@@ -349,7 +349,8 @@ def _of_heads(call: Call, row: list[str], v: str) -> list[list[str]]:
     """Returns the terms of the tensors of one head or two. v: the letter of the classes"""
     shares = call.get("shares")
     terms = {
-        "weight": [v, "i^"], "x": [*row, "i^"], "classes": row, "of_lse": row, "of_class": row,
+        "weight": [v, "i^"], "x": [*row, "i^"], "lse": row, "second_lse": row, "share": row, "second_share": row,
+        "classes": row, "of_lse": row, "of_class": row,
         "of_total": row, "of_second_lse": row, "bias": [v],
         "second_weight": [v, "j^"], "second_x": [*row, "j^"], "second_bias": [v],
         "shares": [*row, v] if shares is not None and shares.dim() > 1 else [v],
@@ -357,6 +358,12 @@ def _of_heads(call: Call, row: list[str], v: str) -> list[list[str]]:
         "second_low_weight": [v, "l^"], "second_low_x": [*row, "l^"],
     }  # fmt: skip
     return [term for name, term in terms.items() if call.get(name) is not None]
+
+
+def parallel_linear_mixture(call: Call) -> Rule:
+    """`linear_mixture_sums(weight, x, lse, ...)`: two sums of each row over classes, which may be cut."""
+    row = letters(call["lse"].dim())
+    return Rule.of(spell(_of_heads(call, row, "v"), [["t^", *row]]))
 
 
 def parallel_linear_argmax(call: Call) -> Rule:

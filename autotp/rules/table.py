@@ -22,6 +22,7 @@ from autotp.ops.grouped_mm import OPERATOR
 from autotp.ops.losses import cross_entropy, ctc_loss
 from autotp.ops.losses.argmax import argmax_key, linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
+from autotp.ops.losses.linear_mixture import linear_mixture_sums
 from autotp.rules import common as f
 from autotp.rules import conjugates as c
 from autotp.rules import indexing as i
@@ -265,6 +266,7 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     linear_class_terms: Row(f.parallel_linear_class_terms, T.UNSAVED | T.HEAD),
     argmax_key: Row(f.parallel_argmax, T.NO_GRADIENT),
     linear_argmax_key: Row(f.parallel_linear_argmax, T.NO_GRADIENT | T.HEAD),
+    linear_mixture_sums: Row(f.parallel_linear_mixture, T.UNSAVED | T.HEAD),
     linear_loss_sum: Row(f.whole_linear_loss_sum, T.UNSAVED | T.HEAD),
     dropout.exact_dropout: Row(f.dropout, T.RANDOM),
     dropout.fast_dropout: Row(f.dropout, T.RANDOM),

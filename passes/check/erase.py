@@ -25,7 +25,7 @@ from autotp.ops.losses.argmax import argmax_key, linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms
 from autotp.passes.check.types import CONJUGATES
 from autotp.passes.lower.local_sizes import PARTS
-from autotp.rules.call import is_tensor, operand_nodes, outputs_of
+from autotp.rules.call import is_tensor, operand_nodes, outputs_of, parameters
 from autotp.rules.traits import draws
 from autotp.sharding.axis import Axis, Size, product
 
@@ -36,22 +36,13 @@ SPLIT, SLICE = aten.split_with_sizes.default, aten.slice.Tensor
 SDPA = aten.scaled_dot_product_attention.default
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _ZIGZAG = ("query", "key", "value", "parts", "rank", "scale", "enable_gqa")
-_LOW = "low_weight", "low_x"
-_MIX = (
-    *("first_part", "second_part", "second_weight", "second_x", "second_scale", "second_cap", "second_bias", "shares"),
-    *(*_LOW, "second_low_weight", "second_low_x"),
-)
 FORMS: dict[Any, tuple[Any, tuple[str, ...], str]] = {
     lookup.embedding: (aten.embedding.default, ("weight", "indices", "start", "size", "padding_idx"), ""),
     lookup.gather: (aten.gather.default, ("self", "dim", "index", "start", "size"), ""),
     cross_entropy.class_terms: (cross_entropy.class_terms, ("x", "top", "classes", "dim", "start", "size"), ""),
-    linear_class_terms: (
-        linear_class_terms,
-        ("weight", "x", "classes", "start", "size", "scale", "cap", "bias", *_MIX),
-        "",
-    ),
+    linear_class_terms: (linear_class_terms, parameters(linear_class_terms), ""),
     argmax_key: (argmax_key, ("x", "dim", "start"), ""),
-    linear_argmax_key: (linear_argmax_key, ("weight", "x", "start", "scale", "cap", "bias", *_LOW), ""),
+    linear_argmax_key: (linear_argmax_key, parameters(linear_argmax_key), ""),
     causal_rows: (SDPA, ("query", "key", "value", "start", "scale", "enable_gqa"), ""),
     zigzag_rows: (zigzag_rows, (*_ZIGZAG, "dropout_p"), ""),
     dropout.fast_causal_rows: (SDPA, ("query", "key", "value", "start", "scale", "enable_gqa", "dropout_p"), "fast"),

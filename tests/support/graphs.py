@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 import autotp
 from autotp import compiler
 from autotp.compiler import analyse, rank_graph
+from autotp.costs.hardware import CPU_GLOO, estimated_on
 from autotp.diagnostics.lockstep import COLLECTIVES
 from autotp.extensions import values_of
 from autotp.model_library import library
@@ -43,6 +44,7 @@ from autotp.ops.grouped_mm import OPERATOR
 from autotp.ops.losses import chunks, ctc_loss
 from autotp.ops.losses.argmax import linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
+from autotp.ops.losses.linear_mixture import linear_mixture_sums
 from autotp.options import OPTIONAL, Options
 from autotp.passes.builder import Builder
 from autotp.passes.canonicalize.canonicalize import canonicalize
@@ -673,14 +675,21 @@ def as_on_gpus(generates_code: bool = False) -> Iterator[None]:
 CLASSES, WIDTH = 37, 16
 WORD_ROWS = torch.arange(21).view(3, 7) * 5 % CLASSES
 LABELS = WORD_ROWS.flip(1).masked_fill(torch.arange(21).view(3, 7) % 8 < 3, -100)
-FUSED = linear_class_terms, linear_loss_sum, linear_argmax_key
+FUSED = linear_class_terms, linear_loss_sum, linear_argmax_key, linear_mixture_sums
+
+
+ONLY_PRODUCTS = dataclasses.replace(CPU_GLOO, launch=1e-15, memory_bandwidth=1e20)
+"""A device on which logits again in backward take a third longer than gradients in forward."""
+ONLY_MEMORY = dataclasses.replace(CPU_GLOO, launch=1e-15, matrix_flops=1e20, vector_flops=1e20)
+"""A device on which gradients in forward take longer, as each chunk adds to all of the weight's gradient."""
 
 
 @contextmanager
 def small() -> Iterator[None]:
-    """A region in which small vocabularies are large ones: a chunk has two rows."""
+    """A region in which small vocabularies are large ones: a chunk has two rows, and only products take time."""
     lengths = (linear_cross_entropy, "LEAST", 16), (chunks, "CHUNK", 2 * CLASSES)
     with ExitStack() as stack:
+        stack.enter_context(estimated_on(ONLY_PRODUCTS))
         for module, name, length in lengths:
             stack.enter_context(patch.object(module, name, length))
         yield

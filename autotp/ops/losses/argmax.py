@@ -43,16 +43,17 @@ def linear_argmax_key(
     bias: Tensor | None = None,
     low_weight: Tensor | None = None,
     low_x: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Returns `argmax_key` of the logits of each row, in chunks of rows.
 
     Args:
-        weight ... low_x: as of `linear_class_terms`; logits are in float32.
+        weight ... dtype: as of `mix_of`.
 
     Returns:
         [*], int64
     """
-    head = Head(weight, x, bias, low_weight, low_x, scale, cap).of_rows()
+    head = Head(weight, x, bias, low_weight, low_x, scale, cap, dtype).of_rows()
     if not is_plain(x) or not isinstance(len(head.x), int):
         return argmax_key(head.logits(), 1, start).view(x.shape[:-1])
     keys = [argmax_key(head.logits(part), 1, start) for part in row_chunks(len(head.x), len(weight))]

@@ -40,6 +40,7 @@ class Head(NamedTuple):
         low_weight, low_x: [v rank], [* rank]: a product that is added, such as an adapter's; None without.
         scale: multiplies the products.
         cap: if not 0, it bounds the logits: `cap * tanh(logits / cap)`.
+        dtype: the dtype to which the model casts the products; at least float32 by default.
     """
 
     weight: Tensor
@@ -49,19 +50,25 @@ class Head(NamedTuple):
     low_x: Tensor | None = None
     scale: float = 1.0
     cap: float = 0.0
+    dtype: torch.dtype | None = None
+
+    @property
+    def dtype_of_logits(self) -> torch.dtype:
+        """The dtype of logits, of their sums and of their gradients."""
+        return self.dtype or torch.promote_types(self.x.dtype, torch.float32)
 
     def of_rows(self) -> Head:
         """Returns the head without a gradient, and with one dimension of rows."""
         bias, low_weight, low_x = (None if y is None else y.detach() for y in self[2:5])
         low_x = None if low_x is None else rows_of(low_x)
-        return Head(self.weight.detach(), rows_of(self.x.detach()), bias, low_weight, low_x, self.scale, self.cap)
+        return Head(self.weight.detach(), rows_of(self.x.detach()), bias, low_weight, low_x, *self[5:])
 
     def logits(self, part: slice = slice(None), block: slice = slice(None)) -> Tensor:
-        """Returns the logits of some rows and classes in new memory, in at least float32: [rows v]"""
+        """Returns the logits of some rows and classes in new memory: [rows v]"""
         z = F.linear(self.x[part], self.weight[block], None if self.bias is None else self.bias[block])
         if self.low_weight is not None and self.low_x is not None:
             z.addmm_(self.low_x[part], self.low_weight[block].t())
-        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        z = z.to(self.dtype_of_logits)
         z = z if self.scale == 1 else z.mul_(self.scale)
         return z.div_(self.cap).tanh_().mul_(self.cap) if self.cap else z
 
@@ -70,7 +77,7 @@ class Head(NamedTuple):
         z = F.linear(self.x, self.weight, self.bias)
         if self.low_weight is not None and self.low_x is not None:
             z = z + F.linear(self.low_x, self.low_weight)
-        z = z.to(torch.promote_types(z.dtype, torch.float32)) * self.scale
+        z = z.to(self.dtype_of_logits) * self.scale
         return torch.tanh(z / self.cap) * self.cap if self.cap else z
 
 

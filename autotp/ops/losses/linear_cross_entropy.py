@@ -27,7 +27,6 @@ from autotp.ops.eager_mode import is_kept, is_last_backward, is_plain
 from autotp.ops.lookup import local_index
 from autotp.ops.losses import chunks
 from autotp.ops.losses.chunks import (
-    Head,
     Sums,
     differentiable,
     picked,
@@ -41,6 +40,8 @@ from autotp.ops.losses.linear_mixed_terms import (
     Tile,
     add_to_shares,
     gradients,
+    has_arguments_of_mix,
+    mix_of,
     read_rows,
     terms_at_once,
     tile_again,
@@ -50,62 +51,35 @@ MOST = 16
 """The chunks whose products are added in 16 bits, as the gradients of so many calls are."""
 
 
+@has_arguments_of_mix
 def linear_class_terms(
-    weight: Tensor,
-    x: Tensor,
-    classes: Tensor,
-    start: int,
-    size: int,
-    scale: float = 1.0,
-    cap: float = 0.0,
-    bias: Tensor | None = None,
-    first_part: float = 0.0,
-    second_part: float = 0.0,
-    second_weight: Tensor | None = None,
-    second_x: Tensor | None = None,
-    second_scale: float = 1.0,
-    second_cap: float = 0.0,
-    second_bias: Tensor | None = None,
-    shares: Tensor | None = None,
-    low_weight: Tensor | None = None,
-    low_x: Tensor | None = None,
-    second_low_weight: Tensor | None = None,
-    second_low_x: Tensor | None = None,
+    weight: Tensor, x: Tensor, classes: Tensor, start: int, size: int, *mixed: Any, **named: Any
 ) -> Tensor:
     """Returns the logarithm of the sum of exponentials of each row's logits, and the logit of its class.
 
     The logits are those of this rank's classes. So `reduce` with a reducer of `JOINED` has the terms of all classes:
-    another rank's term of the class's logit is minus infinity. They are in at least float32.
+    another rank's term of the class's logit is minus infinity. They are in at least float32, unless the model casts.
 
     With parts there is their sum, too, of which entropies and divergences are made: `NOTE [A sum beside the
     terms]`. The last one is the first of another head.
 
     Args:
         weight: [v hidden] of the classes `start` to `start + v`.
-        x: [* hidden]
         classes: [*] the global class of each row.
         size: number of classes on all ranks together.
-        scale: multiplies the logits, `x @ weight.T + bias`.
-        cap: if not 0, it bounds the scaled logits: `cap * tanh(logits / cap)`.
-        bias: [v]
-        first_part, second_part: the sum is that of `d = first_part * logits + second_part * logits of a second head`.
-        second_weight, second_x, second_scale, second_cap, second_bias: the second head, with the same classes and rows.
-        shares: [v] or [* v] what multiplies `d` in the sum; the probabilities if None.
-        low_weight, low_x: [v rank], [* rank] whose product is added to that of `weight` and `x`.
-        second_low_weight, second_low_x: the same of the second head.
+        mixed, named: as of `mix_of`.
 
     Returns:
         [2 *]; [3 *] with parts, [4 *] with another head.
     """
-    first = Head(weight, x, bias, low_weight, low_x, scale, cap)
-    fields = second_weight, second_x, second_bias, second_low_weight, second_low_x, second_scale, second_cap
-    mix = Mix(first, _second_head(fields), first_part, second_part, shares)
-    if not _has_numbers(weight, x):
+    mix = mix_of(weight, x, *mixed, **named)
+    if not has_numbers(weight, x):
         return terms_at_once(mix, classes, start, size)
     terms: Tensor = _LinearClassTerms.apply(*mix.operands, classes, start, size, mix.numbers)
     return terms
 
 
+@has_arguments_of_mix
 def linear_loss_sum(
     weight: Tensor,
     x: Tensor,
@@ -114,46 +88,25 @@ def linear_loss_sum(
     of_class: Tensor,
     of_total: Tensor | None = None,
     of_second_lse: Tensor | None = None,
-    scale: float = 1.0,
-    cap: float = 0.0,
-    bias: Tensor | None = None,
-    first_part: float = 0.0,
-    second_part: float = 0.0,
-    second_weight: Tensor | None = None,
-    second_x: Tensor | None = None,
-    second_scale: float = 1.0,
-    second_cap: float = 0.0,
-    second_bias: Tensor | None = None,
-    shares: Tensor | None = None,
-    low_weight: Tensor | None = None,
-    low_x: Tensor | None = None,
-    second_low_weight: Tensor | None = None,
-    second_low_x: Tensor | None = None,
+    *mixed: Any,
+    **named: Any,
 ) -> Tensor:
     """Returns the sum over rows of the terms of all classes, each times a number of the row.
 
     Args:
         of_lse, of_class, of_total, of_second_lse: [*] factors of the terms of `linear_class_terms`, in their order. A
             row with 0 in all is not read.
-        weight, x, classes, scale ... second_low_x: as of `linear_class_terms`.
+        mixed, named: as of `mix_of`.
     """
-    first = Head(weight, x, bias, low_weight, low_x, scale, cap)
-    fields = second_weight, second_x, second_bias, second_low_weight, second_low_x, second_scale, second_cap
-    mix = Mix(first, _second_head(fields), first_part, second_part, shares)
-    numbers = of_lse, of_class, of_total, of_second_lse
-    if not _has_numbers(weight, x):
+    mix, numbers = mix_of(weight, x, *mixed, **named), (of_lse, of_class, of_total, of_second_lse)
+    if not has_numbers(weight, x):
         return _sum_of_terms(terms_at_once(mix, classes, 0, weight.shape[0]), numbers)
     # Forward knows no gradients of these, and adds those of the weights in their own dtype.
-    learns_numbers = any(y is not None and y.requires_grad for y in (*numbers, shares))
+    learns_numbers = any(y is not None and y.requires_grad for y in (*numbers, mix.shares))
     if learns_numbers or any(adds_in_float32(head.weight, classes.numel()) for head in mix.heads):
         return _sum_of_terms(_LinearClassTerms.apply(*mix.operands, classes, 0, len(weight), mix.numbers), numbers)
     total: Tensor = _LinearLossSum.apply(*mix.operands, classes, *numbers, mix.numbers)
     return total
-
-
-def _second_head(arguments: Sequence[Any]) -> Head | None:
-    """Returns a head of its fields; None without a weight."""
-    return None if arguments[0] is None else Head(*arguments)
 
 
 def adds_in_float32(weight: Tensor, rows: int) -> bool:
@@ -167,20 +120,20 @@ def has_many_chunks(dtype: torch.dtype, logits: float) -> bool:
     return dtype.itemsize < 4 and logits > MOST * chunks.CHUNK
 
 
-def _has_numbers(weight: Tensor, x: Tensor) -> bool:
+def has_numbers(weight: Tensor, x: Tensor) -> bool:
     """True outside of transforms and compilers, for tensors of known sizes: a loop over chunks can run."""
     return is_plain(x) and is_plain(weight) and all(isinstance(n, int) for n in (*x.shape, *weight.shape))
 
 
-def linear_class_terms_like(weight: Tensor, x: Tensor, classes: Tensor, *more: Any) -> Tensor:
+def linear_class_terms_like(weight: Tensor, x: Tensor, classes: Tensor, start: int, size: int, *mixed: Any) -> Tensor:
     """Returns an example value of `linear_class_terms`, without an assumption about sizes."""
-    number = 4 if len(more) > 7 and more[7] is not None else 3 if any(more[5:7]) else 2
-    return x.new_empty((number, *classes.shape), dtype=torch.promote_types(x.dtype, torch.float32))
+    mix = mix_of(weight, x, *mixed)
+    return x.new_empty((mix.number_of_terms, *classes.shape), dtype=mix.first.dtype_of_logits)
 
 
-def linear_loss_sum_like(weight: Tensor, x: Tensor, *_: Any) -> Tensor:
+def linear_loss_sum_like(weight: Tensor, x: Tensor, classes: Tensor, *more: Any) -> Tensor:
     """Returns an example value of `linear_loss_sum`, without an assumption about sizes."""
-    return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.new_empty((), dtype=mix_of(weight, x, *more[4:]).first.dtype_of_logits)
 
 
 def _sum_of_terms(terms: Tensor, numbers: Sequence[Tensor | None]) -> Tensor:
@@ -203,7 +156,7 @@ class _LinearClassTerms(torch.autograd.Function):
         given, index, needed = Mix.of(operands, numbers), classes.reshape(-1), ctx.needs_input_grad[:11]
         mix = given.of_rows()
         weight, rows = mix.first.weight, mix.first.x
-        terms = rows.new_empty((mix.number_of_terms, len(index)), dtype=torch.promote_types(rows.dtype, torch.float32))
+        terms = rows.new_empty((mix.number_of_terms, len(index)), dtype=mix.first.dtype_of_logits)
         is_plain_head = mix.is_empty and not mix.first.cap  # The slope of tanh needs logits.
         means = rows.new_empty(rows.shape) if is_plain_head and [i for i in range(11) if needed[i]] == [1] else None
         in_one_chunk = is_plain_head and means is None and any(needed) and len(rows) * len(weight) <= chunks.CHUNK
@@ -259,7 +212,7 @@ class _LinearClassTerms(torch.autograd.Function):
 
         sums = sums_of_tiles(mix.heads, (needed[:5], needed[5:10])[: len(mix.heads)], of_tile)
         of_heads = [*(y for of_head in sums for y in of_head), *[None] * (5 * (2 - len(sums)))]
-        return *_in_shape(operands, [*of_heads, of_shares]), *[None] * 4
+        return *in_shape(operands, [*of_heads, of_shares]), *[None] * 4
 
 
 class _LinearLossSum(torch.autograd.Function):
@@ -274,7 +227,7 @@ class _LinearLossSum(torch.autograd.Function):
         counted = of_lse, of_class, of_total, of_second_lse
         counts = RowGrads(*(None if y is None else y.reshape(-1) for y in counted))  # type: ignore[arg-type]
         sums = [Sums.of(head, of_head, head.x.dtype) for head, of_head in zip(mix.heads, needed, strict=True)]
-        total = mix.first.x.new_zeros((), dtype=torch.promote_types(mix.first.x.dtype, torch.float32))
+        total = mix.first.x.new_zeros((), dtype=mix.first.dtype_of_logits)
         for part in row_chunks(len(index), len(mix.first.weight) * (1 if mix.is_empty else 2)):
             z, count = mix.first.logits(part), counts.rows(part)
             of_row_class = picked(z, index[part], 0, len(mix.first.weight))
@@ -289,7 +242,7 @@ class _LinearLossSum(torch.autograd.Function):
                 if g is not None:
                     head_sums.add(g, part)
         of_heads = [*(y for head_sums in sums for y in head_sums.in_order()), *[None] * (5 * (2 - len(sums)))]
-        ctx.save_for_backward(*operands, classes, *counted, *_in_shape(operands[:10], of_heads))
+        ctx.save_for_backward(*operands, classes, *counted, *in_shape(operands[:10], of_heads))
         return total
 
     @staticmethod
@@ -315,7 +268,7 @@ def _may_overwrite(grad: Tensor) -> bool:
     return is_last_backward() and not is_kept(grad)
 
 
-def _in_shape(operands: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def in_shape(operands: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Returns the gradients of operands, with their dimensions of rows."""
     return [
         None if y is None or operand is None else y.to(operand.dtype).view(operand.shape)

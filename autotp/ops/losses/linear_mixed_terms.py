@@ -8,8 +8,10 @@ gives the mean with the probabilities over its own classes, or the sum of its ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from inspect import Signature, signature
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +19,8 @@ from torch import Tensor
 from autotp.ops.lookup import gather, local_index
 from autotp.ops.losses.chunks import Head, at_class, dot, exponentiate, grad_of_product, slope_of
 
-Numbers = tuple[float, ...]
+F = TypeVar("F", bound=Callable[..., Any])
+Numbers = tuple[Any, ...]
 WHOLE = slice(None)
 
 
@@ -39,10 +42,9 @@ class Mix:
     @staticmethod
     def of(operands: Sequence[Tensor | None], numbers: Numbers) -> Mix:
         """Returns what `operands` and `numbers` were of."""
-        scale, cap, second_scale, second_cap, first_part, second_part = numbers
-        first, second = _head(operands[:5], scale, cap), _head(operands[5:10], second_scale, second_cap)
+        first, second = _head(operands[:5], numbers[:3]), _head(operands[5:10], numbers[3:6])
         assert first is not None
-        return Mix(first, second, first_part, second_part, operands[10])
+        return Mix(first, second, numbers[6], numbers[7], operands[10])
 
     @property
     def operands(self) -> tuple[Tensor | None, ...]:
@@ -52,12 +54,8 @@ class Mix:
     @property
     def numbers(self) -> Numbers:
         """What a backward keeps beside the tensors."""
-        return (
-            *self.first[5:],
-            *((1.0, 0.0) if self.second is None else self.second[5:]),
-            self.first_part,
-            self.second_part,
-        )
+        second = self.second or self.first
+        return *self.first[5:], *second[5:], self.first_part, self.second_part
 
     @property
     def heads(self) -> list[Head]:
@@ -98,9 +96,56 @@ class Mix:
         return (self.shares[block] if self.shares.dim() == 1 else self.shares[part, block]).to(dtype)
 
 
-def _head(operands: Sequence[Tensor | None], scale: float, cap: float) -> Head | None:
+def _head(operands: Sequence[Tensor | None], numbers: Numbers) -> Head | None:
     weight, x, bias, low_weight, low_x = operands
-    return None if weight is None or x is None else Head(weight, x, bias, low_weight, low_x, scale, cap)
+    return None if weight is None or x is None else Head(weight, x, bias, low_weight, low_x, *numbers)
+
+
+def mix_of(
+    weight: Tensor,
+    x: Tensor,
+    scale: float = 1.0,
+    cap: float = 0.0,
+    bias: Tensor | None = None,
+    first_part: float = 0.0,
+    second_part: float = 0.0,
+    second_weight: Tensor | None = None,
+    second_x: Tensor | None = None,
+    second_scale: float = 1.0,
+    second_cap: float = 0.0,
+    second_bias: Tensor | None = None,
+    shares: Tensor | None = None,
+    low_weight: Tensor | None = None,
+    low_x: Tensor | None = None,
+    second_low_weight: Tensor | None = None,
+    second_low_x: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Mix:
+    """Returns the heads of an operator, of the arguments that all such operators have.
+
+    Args:
+        weight: [v hidden]
+        x: [* hidden]
+        scale: multiplies the logits, `x @ weight.T + bias`.
+        cap: if not 0, it bounds the scaled logits: `cap * tanh(logits / cap)`.
+        bias: [v]
+        first_part, second_part: the sum is that of `d = first_part * logits + second_part * logits of a second head`.
+        second_weight, second_x, second_scale, second_cap, second_bias: the second head, with the same classes and rows.
+        shares: [v] or [* v] what multiplies `d` in the sum; the probabilities if None.
+        low_weight, low_x: [v rank], [* rank] whose product is added to that of `weight` and `x`.
+        second_low_weight, second_low_x: the same of the second head.
+        dtype: the dtype to which the model casts the products of both; at least float32 by default.
+    """
+    second = second_weight, second_x, second_bias, second_low_weight, second_low_x
+    numbers = scale, cap, dtype, second_scale, second_cap, dtype, first_part, second_part
+    return Mix.of((weight, x, bias, low_weight, low_x, *second, shares), numbers)
+
+
+def has_arguments_of_mix(operator: F) -> F:
+    """Decorates an operator whose last parameters, `*mixed, **named`, are those of `mix_of` after `x`."""
+    of_operator, of_mix = ([*signature(f).parameters.values()] for f in (operator, mix_of))
+    operator.__signature__ = Signature([*of_operator[:-2], *of_mix[2:]])  # type: ignore[attr-defined]
+    return operator
 
 
 def terms_at_once(mix: Mix, classes: Tensor, start: int, size: int) -> Tensor:

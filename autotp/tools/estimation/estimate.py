@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from autotp.arguments import expect_arguments
-from autotp.costs.hardware import Hardware, hardware_of
+from autotp.costs.hardware import Hardware, estimated_on, hardware_of
 from autotp.distributed.mesh import tell_errors
 from autotp.errors import Error, within
 from autotp.options import EstimateOptions, Overlap, expect_choices, expect_options, lists_options
@@ -98,7 +98,8 @@ def estimate(
         )  # fmt: skip
         # Raises for a schedule that there is not, before the model is captured.
         engine_of(schedule, interleave)
-        model_for_layout = captured(model, layout, sequence, example_inputs)
+        with estimated_on(device):
+            model_for_layout = captured(model, layout, sequence, example_inputs)
         prices = Prices(model_for_layout, device, COMPILED if compiled else AUTOTP)
         priced = price(prices, layout)
         return replace(priced, savings=savings(prices, priced))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autotp.arguments import expect_arguments
-from autotp.costs.hardware import GIB, Hardware, hardware_of
+from autotp.costs.hardware import GIB, Hardware, estimated_on, hardware_of
 from autotp.costs.room import tensor_room
 from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error, within
@@ -243,7 +243,8 @@ class Layouts:
             ep: the replicas that experts are cut over.
         """
         if (tp, cp, ep, "none", halves) not in self._prices:
-            model = self._halved(tp, cp) if halves else self._lowered(tp, cp, ep)
+            with estimated_on(self.device):
+                model = self._halved(tp, cp) if halves else self._lowered(tp, cp, ep)
             earlier = next(iter(self._prices.values()), None)  # The FLOPs of a row are those of any number of ranks.
             flops = None if earlier is None else earlier.flops(1)
             prices = Prices(model, self.device, self._practice, scaled=True, flops=flops)

@@ -5,8 +5,8 @@
 
 Such readers are class losses, log-probabilities of given classes, logarithms of sums of exponentials, entropies,
 divergences between two heads, and the greatest class. The operator computes logits in chunks of rows, in forward and
-again in backward; `row_sums.py` says where once is enough. Views of rows move to the input of the head; casts, a bias,
-numbers that multiply logits, and a bound by tanh become arguments.
+again in backward; `row_sums.py` says where once is enough, and `priced_forms.py` where that is faster. Views of rows
+move to the input of the head; casts, a bias, numbers that multiply logits, and a bound by tanh become arguments.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autotp.passes.builder import Builder, dtype_of_sums, fake_mode_of
-from autotp.passes.lower.losses.logit_rules import one_precision, read
+from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.lower.losses.logit_rules import has_precision, read
 from autotp.passes.lower.losses.logit_values import (
     Affine,
     Exp,
@@ -42,7 +42,8 @@ from autotp.sharding.axis import Axis, is_major
 
 aten = torch.ops.aten
 LEAST = 2**14
-"""The classes from which on logits are computed in chunks. Fewer are hardly more bytes than the head's input."""
+"""The classes from which on a head is one operator: 1,024 rows are one chunk, up to which it keeps probabilities. The
+rows of an example decide nothing: they may be fewer than those of a batch, and others on other ranks."""
 Leaf = Axis | None
 
 
@@ -161,7 +162,7 @@ def _refusing(graph: fx.Graph, heads: Heads, decision: Decision) -> Iterator[fx.
     """Adds values and readers in the order of the graph; yields each operator that needs their elements."""
     for node in graph.nodes:
         if node in heads.leaves:
-            heads.values[node] = Affine(((Logits(node), 1.0),))
+            heads.values[node] = Affine(((Logits.of(node), 1.0),))
             continue
         operands = [n for n in node.all_input_nodes if n in heads.values]
         if not operands or (node.target is aten.sym_size.int and _is_of_rows(node, heads.values)):
@@ -185,7 +186,7 @@ def _add(node: fx.Node, heads: Heads, decision: Decision) -> bool:
     leaf = heads.leaves[next(iter(linears))] if linears else None
     if not linears or any(heads.leaves[linear] is not leaf for linear in linears):
         return False
-    is_exact = not node.meta["val"].is_floating_point() or all(one_precision(node, linear) for linear in linears)
+    is_exact = not node.meta["val"].is_floating_point() or all(has_precision(node, each) for each in logits_within(of))
     if not isinstance(result, RowReader):
         heads.values[node] = result
         return is_exact
@@ -214,6 +215,8 @@ def logits_within(value: Value) -> Iterator[Logits]:
     match value:
         case Affine():
             yield from (logits for logits, _ in value.parts)
+            for mixture, _ in value.mixtures:
+                yield from (*logits_within(mixture.first), *logits_within(mixture.second))
         case Exp():
             yield from logits_within(value.of)
         case WeightedValue():
@@ -235,7 +238,6 @@ def _loss(terms: Terms, node: fx.Node, logits: Logits) -> fx.Node:
     builder, call, args = terms.builder, terms.call, terms.builder.map(arguments_of(node))
     classes_read = labels_of(node)
     smoothing = args.get("label_smoothing") or 0.0
-    dtype = terms.builder.env[logits.linear.args[1]].meta["val"].dtype  # type: ignore[index]
     lse, every = terms.lse(logits), None
     if has_shares(node):
         mean = Mean(-1.0, shares=Shares(node))
@@ -244,9 +246,7 @@ def _loss(terms: Terms, node: fx.Node, logits: Logits) -> fx.Node:
     if classes_read is None:
         assert every is not None
         total_loss = every if args["reduction"] == NONE else call(aten.sum.default, every)
-        total_loss = (
-            mean_of_sum(builder, total_loss, args, dtype_of_sums(dtype)) if args["reduction"] == MEAN else total_loss
-        )
+        total_loss = mean_of_sum(builder, total_loss, args, logits.dtype) if args["reduction"] == MEAN else total_loss
     else:
         classes, ignored = terms.labels(classes_read)
         assert ignored is not None

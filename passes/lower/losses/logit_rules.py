@@ -16,6 +16,8 @@ from autotp.passes.lower.losses.logit_values import (
     Exp,
     Logits,
     Lse,
+    Mixture,
+    One,
     RowNumbers,
     RowReader,
     Shares,
@@ -71,12 +73,18 @@ def _detached(node: fx.Node, value: Value) -> Value | None:
 
 
 def _without_gradient(value: Affine) -> Affine:
-    rows = []
-    for row, number in value.rows:
-        logits = Lse(replace(row.logits, detached=True)) if isinstance(row, Lse) else replace(row, detached=True)
-        rows.append((logits, number))
+    def of(row: Lse | RowNumbers | One) -> Lse | RowNumbers | One:
+        if isinstance(row, Lse):
+            return Lse(replace(row.logits, detached=True))
+        return replace(row, detached=True) if isinstance(row, RowNumbers) else row
+
     parts = tuple((replace(logits, detached=True), number) for logits, number in value.parts)
-    return replace(value, parts=parts, rows=tuple(rows))
+    mixtures = tuple(
+        (Mixture(_without_gradient(mixture.first), _without_gradient(mixture.second)), number)
+        for mixture, number in value.mixtures
+    )
+    rows = tuple((of(row), number) for row, number in value.rows)
+    return replace(value, parts=parts, rows=rows, mixtures=mixtures)
 
 
 def _exp(node: fx.Node, value: Value) -> Value | None:
@@ -101,6 +109,7 @@ def _negated(node: fx.Node, value: Value) -> Value | None:
 def _log_softmax(node: fx.Node, value: Value) -> Value | None:
     dim = arguments_of(node)["dim"]
     logits = value.softmax_of if isinstance(value, Affine) else None
+    logits = None if logits is None else logits.cast(node.meta["val"].dtype)
     if logits is None or not isinstance(value, Affine):
         return None
     is_class = dim % node.meta["val"].dim() == 1 if value.is_moved else _is_last(node, dim)
@@ -160,8 +169,10 @@ def _moved(node: fx.Node, value: Affine) -> Affine | None:
 def _viewed(node: fx.Node, value: Affine) -> Affine | None:
     """Returns logits of which an operator changes the dtype, or takes a view of rows."""
     if has(node.target, Trait.SAME):
-        return None if has(node.target, Trait.NO_GRADIENT) else value
-    if value.is_moved or not has(node.target, VIEWS) or any(isinstance(row, RowNumbers) for row, _ in value.rows):
+        return None if has(node.target, Trait.NO_GRADIENT) else _cast(node, value)
+    if value.is_moved or value.mixtures or not has(node.target, VIEWS):
+        return None
+    if any(isinstance(row, RowNumbers) for row, _ in value.rows):
         return None
     values = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
     args, n = arguments_of(node), max(x.dim() for x in values)
@@ -174,7 +185,14 @@ def _viewed(node: fx.Node, value: Affine) -> Affine | None:
         return replace(logits, views=(*logits.views, node))
 
     parts = tuple((of(logits), number) for logits, number in value.parts)
-    return Affine(parts, tuple((Lse(of(row.logits)), number) for row, number in value.rows if isinstance(row, Lse)))
+    rows = tuple((Lse(of(row.logits)) if isinstance(row, Lse) else row, number) for row, number in value.rows)
+    return Affine(parts, rows)
+
+
+def _cast(node: fx.Node, value: Affine) -> Affine | None:
+    """Returns a value in the dtype of an operator's result: of another precision for logits alone."""
+    logits = None if value.logits is None else value.logits.cast(node.meta["val"].dtype)
+    return value if logits is None else replace(value, parts=((logits, 1.0),))
 
 
 # ---- several operands
@@ -202,9 +220,11 @@ def _scale(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
 def _add(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
     """Returns a sum or a difference: of logits with a bias, with a number of each row, or with other logits."""
     sign = -1.0 if node.target is aten.sub.Tensor else 1.0
+    a, b = node.args[:2]
+    if len(node.args) == 2 and not node.kwargs and isinstance(b, int | float) and isinstance(values.get(a), Affine):  # type: ignore[arg-type]
+        return values[a].plus(Affine((), ((One(), 1.0),)), sign * b)  # type: ignore[index, union-attr]
     if len(node.args) != 2 or node.kwargs or not all(isinstance(x, fx.Node) for x in node.args):
         return None
-    a, b = node.args
     x, y = values.get(a), values.get(b)  # type: ignore[arg-type]
     if isinstance(x, Affine) and isinstance(y, Affine):
         total = x.logits.plus(y.logits) if x.logits is not None and y.logits is not None and sign == 1 else None
@@ -215,11 +235,20 @@ def _add(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
         return None
     logits, other = x.logits, b.meta["val"]  # type: ignore[union-attr]
     if logits is not None and _is_bias(b, a.meta["val"].dtype, a.meta["val"].shape[-1]) and not x.is_moved:  # type: ignore[union-attr]
-        is_first = logits.bias is None and not logits.bounded and logits.inner == 1 and sign == 1
-        return Affine(((replace(logits, bias=b), 1.0),)) if is_first else None  # type: ignore[arg-type]
+        is_product = logits == replace(logits, bias=None, bounded=False, inner=1.0) and logits.cast_to is None
+        return Affine(((replace(logits, bias=b), 1.0),)) if is_product and sign == 1 else None  # type: ignore[arg-type]
     shape = list(a.meta["val"].shape)  # type: ignore[union-attr]
     is_of_rows = isinstance(other, torch.Tensor) and list(other.shape) == [*shape[:-1], 1] and not x.is_moved
     return x.plus(Affine((), ((RowNumbers(b), 1.0),)), sign) if is_of_rows else None  # type: ignore[arg-type]
+
+
+def _mixture(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
+    """Returns the logarithms of a mixture of two heads, each with factors of rows."""
+    x, y = (values.get(n) for n in node.args[:2])  # type: ignore[arg-type]
+    if not isinstance(x, Affine) or not isinstance(y, Affine) or not _one_shape(*node.args[:2]):
+        return None
+    is_of_heads = all(each.softmax_of is not None and not each.is_moved for each in (x, y))
+    return Affine((), mixtures=((Mixture(x, y), 1.0),)) if is_of_heads else None
 
 
 def _divergence(node: fx.Node, values: dict[fx.Node, Value]) -> Value | RowReader | None:
@@ -289,12 +318,13 @@ RULES: dict[Any, Callable[[fx.Node, Any], Value | RowReader | None]] = {
     aten.div.Tensor: _scale,
     aten.add.Tensor: _add,
     aten.sub.Tensor: _add,
+    aten.logaddexp.default: _mixture,
     aten.kl_div.default: _divergence,
 }
-TWO = _scale, _add, _divergence, _loss
+TWO = _scale, _add, _mixture, _divergence, _loss
 """Rules of operators of which each operand may be a value."""
 
 
-def one_precision(node: fx.Node, linear: fx.Node) -> bool:
-    """True if sums are added up in the dtype in which those of the head are."""
-    return dtype_of_sums(node.meta["val"].dtype) == dtype_of_sums(linear.meta["val"].dtype)
+def has_precision(node: fx.Node, logits: Logits) -> bool:
+    """True if the sums of an operator with this result are in the dtype of these logits."""
+    return dtype_of_sums(node.meta["val"].dtype) == logits.dtype

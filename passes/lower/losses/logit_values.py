@@ -11,7 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
+
+from autotp.passes.builder import dtype_of_sums
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Logits:
         added: products that are added, such as those of adapters, with factors.
         views: views of rows, which apply to the input of the head as well.
         detached: whether no gradient flows.
+        dtype: of logits and of their sums.
     """
 
     linear: fx.Node
@@ -33,6 +37,17 @@ class Logits:
     bias: fx.Node | None = None
     detached: bool = False
     added: tuple[tuple[fx.Node, float], ...] = ()
+    dtype: torch.dtype = torch.float32
+
+    @staticmethod
+    def of(linear: fx.Node) -> Logits:
+        """Returns the logits that are the product of a head."""
+        return Logits(linear, dtype=dtype_of_sums(linear.meta["val"].dtype))
+
+    @property
+    def cast_to(self) -> torch.dtype | None:
+        """The dtype to which the model casts the product; None if it is that of its sums anyway."""
+        return None if Logits.of(self.linear).dtype == self.dtype else self.dtype
 
     @property
     def linears(self) -> list[fx.Node]:
@@ -55,14 +70,21 @@ class Logits:
             return replace(self, outer=self.outer * factor)
         return replace(self, inner=self.inner * factor)
 
+    def cast(self, dtype: torch.dtype) -> Logits | None:
+        """Returns the logits in another dtype; None if the model scales or bounds them in another precision before."""
+        dtype = dtype_of_sums(dtype)
+        if dtype == self.dtype:
+            return self
+        return None if self.bounded or self.inner != 1 else replace(self, dtype=dtype)
+
     def plus(self, other: Logits) -> Logits | None:
         """Returns the logits of a head with the sum of both products, such as with an adapter; None for other sums."""
         a, b = sorted((self, other), key=lambda logits: -logits.linear.args[1].meta["val"].shape[1])  # type: ignore[union-attr]
         factor = b.inner / a.inner
         is_product = not (a.bounded or b.bounded) and {*a.linears}.isdisjoint(b.linears)
-        if not is_product or (a.views, a.detached) != (b.views, b.detached) or (b.bias is not None and factor != 1):
+        if not is_product or any(getattr(a, name) != getattr(b, name) for name in ("views", "detached", "dtype")):
             return None
-        if a.bias is not None and b.bias is not None:
+        if b.bias is not None and (a.bias is not None or factor != 1):
             return None
         added = (*a.added, (b.linear, factor), *((linear, number * factor) for linear, number in b.added))
         return replace(a, added=added, bias=a.bias or b.bias)
@@ -84,26 +106,42 @@ class RowNumbers:
 
 
 @dataclass(frozen=True)
+class One:
+    """The number 1, for each row."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The logarithms of the sum of the exponentials of two values, each of one head: `logaddexp(first, second)`."""
+
+    first: Affine
+    second: Affine
+
+
+@dataclass(frozen=True)
 class Affine:
     """A sum of logits with factors, and of values of rows with factors.
 
     Attributes:
         is_moved: whether the classes are in dimension 1, as a loss wants them, of three or more.
+        mixtures: mixtures that are added, with factors.
     """
 
     parts: tuple[tuple[Logits, float], ...]
-    rows: tuple[tuple[Lse | RowNumbers, float], ...] = ()
+    rows: tuple[tuple[Lse | RowNumbers | One, float], ...] = ()
     is_moved: bool = False
+    mixtures: tuple[tuple[Mixture, float], ...] = ()
 
     @property
     def logits(self) -> Logits | None:
         """The logits that this value is; None for a sum."""
-        return self.parts[0][0] if len(self.parts) == 1 and self.parts[0][1] == 1 and not self.rows else None
+        is_one = len(self.parts) == 1 and self.parts[0][1] == 1 and not (self.rows or self.mixtures)
+        return self.parts[0][0] if is_one else None
 
     @property
     def softmax_of(self) -> Logits | None:
         """The logits with the same softmax: a number for a whole row changes nothing. None for a sum of logits."""
-        if len(self.parts) != 1:
+        if len(self.parts) != 1 or self.mixtures:
             return None
         logits, factor = self.parts[0]
         return logits.times(factor)
@@ -117,11 +155,12 @@ class Affine:
     def plus(self, other: Affine, factor: float = 1.0) -> Affine:
         """Returns this value plus another one times a number."""
         added = other.times_each(factor)
-        return replace(self, parts=_added(self.parts + added.parts), rows=_added(self.rows + added.rows))
+        sums = {name: _added(getattr(self, name) + getattr(added, name)) for name in ("parts", "rows", "mixtures")}
+        return replace(self, **sums)
 
     def times_each(self, factor: float) -> Affine:
         """Returns this value times a number, which multiplies each factor."""
-        return replace(self, parts=_scaled(self.parts, factor), rows=_scaled(self.rows, factor))
+        return replace(self, **{name: _scaled(getattr(self, name), factor) for name in ("parts", "rows", "mixtures")})
 
     def times(self, factor: float) -> Affine:
         """Returns this value times a number."""

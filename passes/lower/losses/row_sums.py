@@ -4,7 +4,8 @@
     After:  l = linear_loss_sum(w, x, t, m, -m)
 
 So forward knows the gradients but for one number, and backward does not compute logits again. It needs all classes on
-one rank. What multiplies each term is the derivative of the sum by it, which the graph computes from the sum back.
+one rank, and is done where it is the faster form (`priced_forms.py`). What multiplies each term is the derivative of
+the sum by it, which the graph computes from the sum back.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import fx
 
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms, linear_loss_sum
 from autotp.passes.builder import Builder, fake_mode_of
+from autotp.passes.lower.losses.priced_forms import is_faster_in_forward
 from autotp.passes.plan.choose import Decision, carry
 from autotp.passes.plan.infer_axes import Axes, visit
 from autotp.rules.call import arguments_of
@@ -65,11 +67,7 @@ class RowSum:
 
 def sum_rows(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph, Axes, Decision]:
     """Returns the graph with sums in the operators of heads, and its axes and cuts."""
-    sums = [row_sum for node in graph.find_nodes(op="call_function", target=linear_class_terms)
-            if (row_sum := _row_sum(node, decision)) is not None]  # fmt: skip
-    # What is made of the terms of two heads is no sum of either.
-    counts = Counter(node for row_sum in sums for node in (row_sum.root, *row_sum.inside))
-    sums = [row_sum for row_sum in sums if all(counts[node] == 1 for node in (row_sum.root, *row_sum.inside))]
+    sums = [row_sum for row_sum in row_sums_of(graph, decision) if is_faster_in_forward(row_sum.terms)]
     if not sums:
         return graph, axes, decision
     by_root = {row_sum.root: row_sum for row_sum in sums}
@@ -91,6 +89,15 @@ def sum_rows(graph: fx.Graph, axes: Axes, decision: Decision) -> tuple[fx.Graph,
 
 
 # ---- the derivative of a sum by the terms
+
+
+def row_sums_of(graph: fx.Graph, decision: Decision) -> list[RowSum]:
+    """Returns the sums that are all that is read of the terms of a head."""
+    sums = [row_sum for node in graph.find_nodes(op="call_function", target=linear_class_terms)
+            if (row_sum := _row_sum(node, decision)) is not None]  # fmt: skip
+    # What is made of the terms of two heads is no sum of either.
+    counts = Counter(node for row_sum in sums for node in (row_sum.root, *row_sum.inside))
+    return [row_sum for row_sum in sums if all(counts[node] == 1 for node in (row_sum.root, *row_sum.inside))]
 
 
 def _row_sum(terms: fx.Node, decision: Decision) -> RowSum | None:

@@ -12,12 +12,15 @@ from torch import fx
 
 from autotp.ops.losses.argmax import PLACES, linear_argmax_key
 from autotp.ops.losses.linear_cross_entropy import linear_class_terms
+from autotp.ops.losses.linear_mixture import linear_mixture_sums
 from autotp.passes.builder import Builder, dtype_of_sums
 from autotp.passes.lower.losses.logit_values import (
     Affine,
     Exp,
     Logits,
     Lse,
+    Mixture,
+    One,
     RowNumbers,
     RowReader,
     Shares,
@@ -54,8 +57,9 @@ class Terms:
         self.inputs: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
         self.made: dict[Logits, list[tuple[TermRequest, fx.Node]]] = {}
         self.of_second_heads: dict[Logits, fx.Node] = {}
-        self.shares_made: dict[tuple[Shares, fx.Node], fx.Node] = {}
+        self.shares_made: dict[tuple[Shares, fx.Node, torch.dtype], fx.Node] = {}
         self.classes: dict[Classes, tuple[fx.Node, fx.Node | None]] = {}
+        self.mixtures: dict[Mixture, fx.Node] = {}
 
     # ---- operands
 
@@ -89,14 +93,14 @@ class Terms:
 
     def shares(self, shares: Shares, logits: Logits) -> fx.Node:
         """Returns a number for each class, perhaps of each row: [v] or [* v]"""
-        key = shares, logits.linear
+        key = shares, logits.linear, logits.dtype
         if key not in self.shares_made:
             self.shares_made[key] = self._new_shares(shares.node, logits)
         return self.shares_made[key]
 
     def _new_shares(self, node: fx.Node | None, logits: Logits) -> fx.Node:
         call, weight = self.call, self.builder.env[logits.linear.args[1]]  # type: ignore[index]
-        dtype, classes = dtype_of_sums(weight.meta["val"].dtype), weight.meta["val"].shape[0]
+        dtype, classes = logits.dtype, weight.meta["val"].shape[0]
         if node is not None and not has(node.target, Trait.CLASS_LOSS):
             return self.builder.env[node]
         args = {} if node is None else self.builder.map(arguments_of(node))
@@ -143,9 +147,32 @@ class Terms:
         """Returns the part of a value that is the same for all classes: [*]; None if there is none."""
         total: fx.Node | None = None
         for row, number in value.rows:
-            term = self.lse(row.logits) if isinstance(row, Lse) else self._rows(row, value)
-            total = self.plus(total, self.times(term, number))
-        return total
+            if not isinstance(row, One):
+                term = self.lse(row.logits) if isinstance(row, Lse) else self._rows(row, value)
+                total = self.plus(total, self.times(term, number))
+        constant = dict(value.rows).get(One(), 0.0)
+        if not constant:
+            return total
+        if total is None:
+            return self.call(aten.full_like.default, self.lse(Logits.times(*value.parts[0])), constant)
+        return self.call(aten.add.Tensor, total, constant)
+
+    def of_mixture(self, mixture: Mixture, head: Logits) -> fx.Node:
+        """Returns the sum over classes of the probabilities of a head of a mixture times its logarithms: [*]"""
+        heads = [each.softmax_of for each in (mixture.first, mixture.second)]
+        if mixture not in self.mixtures:
+            self.mixtures[mixture] = self._new_mixture(mixture, *heads)  # type: ignore[arg-type]
+        return self.call(aten.select.int, self.mixtures[mixture], 0, heads.index(head))
+
+    def _new_mixture(self, mixture: Mixture, head: Logits, second_head: Logits) -> fx.Node:
+        (weight, x, bias, *low), second = self.operands(head), self.operands(second_head)
+        lses = [self.lse(logits) for logits in (head, second_head)]
+        shares = [self.of_rows(each) for each in (mixture.first, mixture.second)]
+        shares = [self.call(aten.zeros_like.default, lses[0]) if share is None else share for share in shares]
+        parts = 0.0, 0.0, *second[:2], second_head.scale, second_head.cap, second[2], None
+        more = [head.scale, head.cap, bias, *parts, *low, *second[3:], head.cast_to]
+        more = without_defaults(linear_mixture_sums, more)
+        return self.call(linear_mixture_sums, weight, x, *lses, *shares, *more)
 
     def _rows(self, rows: RowNumbers, value: Affine) -> fx.Node:
         node = self.call(aten.select.int, self.builder.env[rows.node], -1, 0)
@@ -229,7 +256,7 @@ class Terms:
         scales = (1.0, 0.0) if mean.second is None else (mean.second.scale, mean.second.cap)
         shares = None if mean.shares is None else self.shares(mean.shares, logits)
         parts = mean.first_part, mean.second_part, *second[:2], *scales, second[2]
-        more = [logits.scale, logits.cap, bias, *parts, shares, *low, *second[3:]]
+        more = [logits.scale, logits.cap, bias, *parts, shares, *low, *second[3:], logits.cast_to]
         return self.call(linear_class_terms, weight, x, labels, 0, size, *without_defaults(linear_class_terms, more))
 
     def any_class(self, x: fx.Node) -> fx.Node:
@@ -286,8 +313,8 @@ def without_defaults(target: Callable[..., Any], arguments: list[Any]) -> list[A
 
 def _argmax(terms: Terms, logits: Logits) -> fx.Node:
     weight, x, bias, *low = terms.operands(logits)
-    low = low if low[0] is not None else []
-    key = terms.call(linear_argmax_key, weight, x, 0, logits.scale, logits.cap, bias, *low)
+    more = [logits.scale, logits.cap, bias, *low, logits.cast_to]
+    key = terms.call(linear_argmax_key, weight, x, 0, *without_defaults(linear_argmax_key, more))
     return place_in_graph(terms.builder, key)
 
 
@@ -316,6 +343,8 @@ def _sum(terms: Terms, reader: RowReader) -> fx.Node:
             mean = mean_of(first, value.of)
             assert mean is not None
             sums = terms.plus(terms.mean(first, mean), terms.of_rows(value.of))
+            for mixture, number in value.of.mixtures:
+                sums = terms.plus(sums, terms.times(terms.of_mixture(mixture, first), number))
             probability = _probability(terms, value.probabilities)  # type: ignore[arg-type]
             total = sums if probability is None else call(aten.mul.Tensor, sums, probability)
     if total is None:

@@ -7,7 +7,16 @@ from typing import Any
 
 from torch import fx
 
-from autotp.passes.lower.losses.logit_values import Affine, Exp, Logits, Lse, RowReader, Shares, WeightedValue
+from autotp.passes.lower.losses.logit_values import (
+    Affine,
+    Exp,
+    Logits,
+    Lse,
+    RowReader,
+    Shares,
+    Value,
+    WeightedValue,
+)
 from autotp.rules.call import arguments_of
 
 
@@ -41,6 +50,8 @@ class TermRequest:
 def requests_of(node: fx.Node, reader: RowReader) -> list[TermRequest] | None:
     """Returns what a reader needs; None if no operator makes it."""
     value = reader.value
+    if _has_mixtures(value) and _of_mixtures(value) is None:
+        return None
     match reader.name:
         case "loss" | "pick":
             if reader.name == "loss":
@@ -66,7 +77,9 @@ def requests_of(node: fx.Node, reader: RowReader) -> list[TermRequest] | None:
     if isinstance(value, Exp):
         return [TermRequest(first), *more]
     mean = mean_of(first, value.of)
-    return None if mean is None else [TermRequest(first, mean=mean), *more, *_of_rows(value.of)]
+    if mean is None:
+        return None
+    return [TermRequest(first, mean=mean), *more, *_of_rows(value.of), *(_of_mixtures(value) or [])]
 
 
 ALL = Mean(1.0, shares=Shares(None))
@@ -100,6 +113,30 @@ def mean_of(first: Logits, value: Affine, shares: Shares | None = None) -> Mean 
         return None
     second, second_part = seconds[0] if seconds else (None, 0.0)
     return Mean(first_part, second, second_part, shares) if first_part or seconds else None
+
+
+def _has_mixtures(value: Value | Shares) -> bool:
+    match value:
+        case Affine():
+            return bool(value.mixtures)
+        case Exp():
+            return bool(value.of.mixtures)
+        case WeightedValue():
+            return bool(value.of.mixtures) or _has_mixtures(value.probabilities)
+    return False
+
+
+def _of_mixtures(value: Value) -> list[TermRequest] | None:
+    """Returns what the mixtures need that probabilities of one of their heads multiply; None for other mixtures."""
+    if not isinstance(value, WeightedValue) or not isinstance(value.probabilities, Exp):
+        return None
+    of, requests = value.probabilities.of.softmax_of, list[TermRequest]()
+    for mixture, _ in value.of.mixtures:
+        heads = mixture.first, mixture.second
+        if of is None or of not in [each.softmax_of for each in heads]:
+            return None
+        requests += [request for each in heads for request in (TermRequest(each.softmax_of), *_of_rows(each))]  # type: ignore[arg-type]
+    return requests
 
 
 def _of_rows(value: Any) -> list[TermRequest]:

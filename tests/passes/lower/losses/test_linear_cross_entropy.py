@@ -11,13 +11,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import CLASSES, FUSED, LABELS, WIDTH, WORD_ROWS, beside_one_device, fused, small
+from faults import Case, refusal
+from graphs import CLASSES, FUSED, LABELS, ONLY_MEMORY, ONLY_PRODUCTS, WIDTH, WORD_ROWS, beside_one_device, fused, small
 from ranks import Checks
 from small_models import gpt
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import autotp
 from autotp.compiler import analyse, rank_graph
+from autotp.costs.hardware import Hardware, estimated_on
 from autotp.ops import collectives
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.lower.losses import linear_cross_entropy
@@ -124,6 +126,31 @@ def test_ranks_exchange_the_terms_of_all_rows_once() -> None:
     assert not [node for node in graph.nodes if CLASSES in tuple(getattr(node.meta.get("val"), "shape", ()))]
 
 
+MISTAKES: dict[str, Callable[[fx.Node, int], Any]] = {
+    "a plain sum over ranks": lambda terms, rank: setattr(reduction_of(terms), "args", reduction_of(terms).args[:2]),
+    "no exchange": lambda terms, rank: reduction_of(terms).replace_all_uses_with(terms),
+    "the first classes on each rank": lambda terms, rank: terms.update_arg(3, 0),
+    "rows whose gradient is not summed": lambda terms, rank: terms.update_arg(1, terms.args[1].args[0]),  # type: ignore[union-attr, arg-type]
+    "another scale on one rank": lambda terms, rank: setattr(terms, "args", (*terms.args[:5], 1.0 + rank)),
+}
+
+
+def reduction_of(terms: fx.Node) -> fx.Node:
+    return next(user for user in terms.users if user.target is collectives.reduce)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_exchange_of_terms_is_refused(mistake: str) -> None:
+    case = Case(Words().double(), {"tokens": WORD_ROWS, "labels": LABELS})
+    program = case.analysed()
+    graphs = [rank_graph(program, rank, "exact") for rank in range(2)]
+    assert refusal(case, program, graphs) is None
+    for rank, graph in enumerate(graphs):
+        (terms,) = (node for node in graph.nodes if node.target in FUSED)
+        MISTAKES[mistake](terms, rank)
+    assert refusal(case, program, graphs) is not None
+
+
 @pytest.mark.parametrize("kind", ["returned", "read"])
 def test_logits_that_others_read_stay(kind: str) -> None:
     assert fused(Words(kind), 2) == []
@@ -147,6 +174,38 @@ def test_without_any_label_gradients_are_zero_as_on_one_device(name: str) -> Non
 def test_few_classes_stay() -> None:
     with patch.object(linear_cross_entropy, "LEAST", CLASSES + 1):
         assert fused(Words(), 2) == []
+
+
+def twice(model: Callable[..., Tensor], parameters: list[nn.Parameter]) -> list[Tensor]:
+    loss = model(WORD_ROWS, LABELS)
+    return [*torch.autograd.grad(loss, parameters, retain_graph=True), *torch.autograd.grad(loss, parameters)]
+
+
+def derived_again(model: Callable[..., Tensor], parameters: list[nn.Parameter]) -> list[Tensor]:
+    grads = torch.autograd.grad(model(WORD_ROWS, LABELS), parameters, create_graph=True)
+    return list(torch.autograd.grad(sum((g * g).sum() for g in grads), parameters))  # type: ignore[arg-type]
+
+
+def mapped(model: Any, parameters: list[nn.Parameter]) -> list[Tensor]:
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    call = partial(torch.func.functional_call, model, args=(WORD_ROWS, LABELS))
+    return list(torch.func.grad(call)(tensors).values())
+
+
+def compiled(model: Any, parameters: list[nn.Parameter]) -> list[Tensor]:
+    is_plain = isinstance(model, Words)
+    call = model if is_plain else torch.compile(model, fullgraph=True, backend="aot_eager")
+    return list(torch.autograd.grad(call(WORD_ROWS, LABELS), parameters))
+
+
+@pytest.mark.parametrize("device", [ONLY_PRODUCTS, ONLY_MEMORY], ids=["in-forward", "again"])
+@pytest.mark.parametrize("way", [twice, derived_again, mapped, compiled])
+def test_other_ways_to_differentiate_are_one_devices(way: Callable[..., list[Tensor]], device: Hardware) -> None:
+    whole = Words(bias=True, label_smoothing=0.1).double()
+    with estimated_on(device):
+        model = autotp.parallelize(copy.deepcopy(whole), 1, example_inputs=(WORD_ROWS, LABELS))
+    ours, theirs = (way(each, list(each.parameters())) for each in (model, whole))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
 # ---- on ranks
@@ -175,19 +234,19 @@ def a_frozen_head_has_no_gradient(rank: int, n: int) -> None:
     beside_one_device(n, model)
 
 
-def expect_gradients(n: int, make: Callable[[], nn.Module], x: Tensor) -> None:
+def expect_gradients(n: int, make: Callable[[], nn.Module], x: Tensor, atol: float = 1e-10) -> None:
     """Gradients of all parameters, and of an input that has one, are one device's: Adam would hide a factor."""
-    whole, inputs = make().double(), [x.detach().clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
+    whole, inputs = make(), [x.detach().clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
     with small():
-        mine = autotp.parallelize(make().double(), n, example_inputs=(x, LABELS))
+        mine = autotp.parallelize(make(), n, example_inputs=(x, LABELS))
         for model, own in zip((mine, whole), inputs, strict=True):
             model(own, LABELS).backward()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= parameter.grad
-        torch.testing.assert_close(*(own.grad for own in inputs), rtol=0, atol=1e-10)
+        torch.testing.assert_close(*(own.grad for own in inputs), rtol=0, atol=atol)
         for name, tensor in autotp.full_state_dict(mine).items():
-            torch.testing.assert_close(tensor, whole.state_dict()[name], rtol=0, atol=1e-10)
+            torch.testing.assert_close(tensor, whole.state_dict()[name], rtol=0, atol=atol)
 
 
 class Transposed(nn.Module):
@@ -196,7 +255,7 @@ class Transposed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False, dtype=torch.float64)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.head(x.transpose(0, 1)).flatten(0, 1), labels.t().flatten())
@@ -212,12 +271,52 @@ def gradients_of_a_head_of_transposed_rows_are_summed(rank: int, n: int) -> None
 def a_tied_weight_has_its_gradient_once(rank: int, n: int) -> None:
     """torchtitan#3174: the gradient of a weight of two names was written back twice."""
     for more in ({}, {"label_smoothing": 0.1}):
-        expect_gradients(n, partial(Words, tied=True, **more), WORD_ROWS)
+        expect_gradients(n, lambda: Words(tied=True, **more).double(), WORD_ROWS)  # noqa: B023
+
+
+class Cast(nn.Module):
+    """A head whose logits the model casts to another precision. kind: by what"""
+
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head, self.kind = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES), kind
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        z = self.head(self.table(tokens))
+        to = torch.float32 if z.dtype == torch.float64 else torch.float64
+        match self.kind:
+            case "softmax":
+                return -z.log_softmax(-1, dtype=to).gather(-1, labels.clamp(0)[..., None]).mean()
+            case "bounded":
+                z = torch.tanh(z / 3) * 3
+        z = z.to(to) * 0.3
+        smoothing = 0.1 * (self.kind == "smooth")
+        return F.cross_entropy(z.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
+
+
+CAST = [(kind, dtype) for kind in ("logits", "smooth", "softmax") for dtype in (torch.float64, torch.float32)]
+
+
+def test_logits_that_are_cast_stay_only_where_they_are_computed_with_before() -> None:
+    assert {name for cast in CAST for name in fused(Cast(*cast), 2)} == {"linear_class_terms"}
+    assert fused(Cast("bounded", torch.float64), 2) == []
+
+
+@checks.on(1, 2)
+def logits_in_another_precision_are_those_of_one_device(rank: int, n: int) -> None:
+    """A cast of float64 to float32 rounds as it does on one device: sums of its results differ by their order alone."""
+    for cast in CAST:
+        expect_gradients(n, partial(Cast, *cast), WORD_ROWS, atol=1e-6)
 
 
 @checks.on(4)
 def distributed_steps_are_those_of_one_device(rank: int, n: int) -> None:
-    """The last stage has the head, with a table that the first one has, too; blocks are cut along the sequence."""
+    """The last stage has the head, with a table that the first one has, too; blocks are cut along the sequence.
+
+    DeepSpeed#7981: of the chunks of a microbatch, and of the microbatches, only the last one counted.
+    """
     torch.manual_seed(0)
     whole = gpt(block_size=8, vocab_size=96, n_layer=2, n_head=2, n_embd=16).double()
     tokens = torch.randint(96, (4, 8))

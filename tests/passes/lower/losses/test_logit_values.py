@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,6 +106,20 @@ def distillation(z: Tensor, labels: Tensor, t: Tensor) -> Tensor:
     return -(t.softmax(-1) * z.log_softmax(-1)).sum(-1).mean()
 
 
+def mixed(p: Tensor, q: Tensor, beta: float, **more: Any) -> Tensor:
+    """The generalized Jensen-Shannon divergence, as in GKD (Agarwal et al. 2024)."""
+    m = torch.logaddexp(p + math.log(1 - beta), q + math.log(beta))
+    theirs, ours = (F.kl_div(m, each, log_target=True, **more) for each in (q, p))
+    if more["reduction"] == "none":
+        theirs, ours = theirs.sum(-1), ours.sum(-1)
+    return beta * theirs + (1 - beta) * ours
+
+
+def jensen_shannon(z: Tensor, labels: Tensor, t: Tensor) -> Tensor:
+    rows = mixed((z / 2).log_softmax(-1), (t / 2).log_softmax(-1), 0.3, reduction="none")
+    return (rows * (labels != -100)).sum() / (labels != -100).sum()
+
+
 READERS: dict[str, Callable[..., Tensor]] = {
     "log_probabilities": lambda z, labels, t: log_probabilities(z, labels.clamp(0)).square().sum(),
     "selected": lambda z, labels, t: (selected(z / 0.7, labels.clamp(0)) * labels).mean(),
@@ -112,18 +127,23 @@ READERS: dict[str, Callable[..., Tensor]] = {
     "z_loss": z_loss, "measured": measured, "divergence": divergence(reduction="batchmean"),
     "divergence_of_logarithms": divergence(reduction="sum", log_target=True),
     "rows_of_divergence": rows_of_divergence, "reverse": reverse, "distillation": distillation,
-    "cross_entropy_of_heads": cross_entropy_of_heads,
+    "cross_entropy_of_heads": cross_entropy_of_heads, "jensen_shannon": jensen_shannon,
+    "mean_of_mixed": lambda z, labels, t: mixed(
+        z.log_softmax(-1), t.log_softmax(-1), 0.5, reduction="batchmean"
+    ),
 }  # fmt: skip
+MIXED = {"jensen_shannon", "mean_of_mixed"}
 MORE = {
     "soft_targets": soft_targets,
     "squares": lambda z, labels, t: z.log_softmax(-1).square().mean(),
     "two classes": lambda z, labels, t: (
         z.log_softmax(-1).gather(-1, labels.clamp(0)[..., None].expand(-1, -1, 2)).sum()
     ),
+    "mixed otherwise": lambda z, labels, t: torch.logaddexp(z.log_softmax(-1), z * 2).sum(-1).mean(),
     "masked": lambda z, labels, t: z.masked_fill(z < 0, -1).logsumexp(-1).sum(),
 }
 OF_TEACHER = {name for name in READERS if "diver" in name} | {
-    "preference", "reverse", "distillation", "cross_entropy_of_heads",
+    "preference", "reverse", "distillation", "cross_entropy_of_heads", *MIXED,
 }  # fmt: skip
 
 
@@ -161,7 +181,8 @@ def test_logits_are_never_whole_and_all_is_equal_to_one_device(name: str, tp: in
     logits = [x for x in values if isinstance(x, Tensor) and x.dim() > 1 and x.shape[-1] == -(-CLASSES // tp)]
     assert logits == []
     # Two heads without a divergence, another scale, and other views of rows want operators of their own.
-    assert len(fused(model, tp)) == 1 + (name in {"preference", "normed", "measured", "reverse"})
+    several = (name in {"preference", "normed", "measured", "reverse"}) + 2 * (name in MIXED)
+    assert len(fused(model, tp)) == 1 + several
     report = autotp.verify(model, tp=tp, example_inputs=(WORD_ROWS, LABELS))
     assert report.ok and report.computed and report.worst.error < 1e-10, str(report)
 
@@ -202,7 +223,7 @@ def test_ranks_exchange_the_terms_of_all_rows_once() -> None:
     assert [node.args[2:] for node in reductions] == [(), (), ("logsumexp_mean",)]
 
 
-@pytest.mark.parametrize("name", ["squares", "two classes", "masked"])
+@pytest.mark.parametrize("name", ["squares", "two classes", "masked", "mixed otherwise"])
 def test_what_needs_all_logits_has_them(name: str) -> None:
     assert fused(student(name), 2) == []
 
@@ -212,7 +233,7 @@ def test_what_needs_all_logits_has_them(name: str) -> None:
 
 @checks.on(2, 4)
 def steps_are_those_of_one_device(rank: int, n: int) -> None:
-    for name in ("policy", "preference", "z_loss", "rows_of_divergence", "reverse", "normed"):
+    for name in ("policy", "preference", "z_loss", "rows_of_divergence", "reverse", "normed", "jensen_shannon"):
         beside_one_device(n, student(name))
 
 
