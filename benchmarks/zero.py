@@ -14,6 +14,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,9 +45,9 @@ def between_microbatches() -> Iterator[list[int]]:
     found: list[int] = []
     before = RankProgram.sum_now
 
-    def sum_now(self: RankProgram, now: bool) -> None:
+    def sum_now(self: RankProgram, *args: Any) -> None:
         found.append(held())
-        before(self, now)
+        before(self, *args)
 
     RankProgram.sum_now = sum_now  # type: ignore[method-assign]
     try:

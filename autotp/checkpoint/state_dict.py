@@ -17,7 +17,7 @@ from autotp.errors import Error, within
 from autotp.groups.one_thread import in_collective
 from autotp.runtime.holdings import Holdings, expect_nothing_beside, holdings_of
 from autotp.runtime.torch_hooks.loading import own_loading
-from autotp.sharding.boxes import Box
+from autotp.sharding.boxes import Box, all_rows
 
 OWN_NAMES = "a state_dict() of the modules' own tensors, under their own names"
 
@@ -127,7 +127,7 @@ def gather_like(parts: Holdings, name: str, tensor: Tensor | None) -> Tensor | N
     """
     own_parts: list[tuple[Box, Tensor]] = []
     # All replicas take part in this gather, also those that give nothing below.
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    tensor = all_rows(tensor) if isinstance(tensor, DTensor) else tensor
     # Of the ranks that hold the same tensors only the first gives its part.
     if tensor is not None and not parts.replica:
         own_parts = [(box, part.detach().cpu()) for box, part in parts.counts(name, tensor)]

@@ -32,7 +32,7 @@ from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.pytree import signature_of
 from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.check.stage_composition import Composition, compose
-from autotp.passes.emit.zero.room import FEWEST, Room
+from autotp.passes.emit.zero.room import Room
 from autotp.passes.emit.zero.sharded_unit import ShardedUnit
 from autotp.passes.pipeline.stages import Division, Stage, staged
 from autotp.passes.program.program import Program
@@ -201,7 +201,7 @@ def prove(
     if training.zero and dp > 1:
         gathered = {*names.values()} - {*undivided_names}
         for stage in first_stages:
-            room = None if training.gathers_once(pp) else Room[ShardedUnit](FEWEST)
+            room = None if training.gathers_once(pp) else Room[ShardedUnit]()
             plain = replace(training, memory=None)  # What a budget keeps moves no gather.
             rank_program(stage.graph, program, plain, torch.device("cpu"), {}).gathering(gathered, None, room)
     sent = tuple((len(values), sum(nbytes_of(value.meta["val"]) for value in values)) for values in composed.sent)

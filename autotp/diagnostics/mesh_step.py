@@ -27,7 +27,7 @@ from autotp.diagnostics.mesh_proof import MeshProof
 from autotp.passes.capture.example_inputs import Inputs
 from autotp.passes.capture.pytree import flatten, signature_of
 from autotp.passes.emit.rank_program import RankProgram
-from autotp.passes.emit.zero.room import FEWEST, Room
+from autotp.passes.emit.zero.room import Room
 from autotp.passes.emit.zero.sharded_unit import ShardedUnit
 from autotp.passes.pipeline.stages import Stage
 from autotp.passes.program.loss_only import loss_among
@@ -69,7 +69,7 @@ def compare_step(
     # The tensor-parallel ranks of each context-parallel rank hold the same parts.
     ranks = [rank_tensors(model, program.layouts, rank % program.tp) for rank in range(len(stages))]
     divided = {*program.captured.parameters.values()} - {*proof.whole} if proof.divides else ()
-    rooms = [None if training.gathers_once(proof.pp) else Room[ShardedUnit](FEWEST) for _ in ranks]
+    rooms = [None if training.gathers_once(proof.pp) else Room[ShardedUnit]() for _ in ranks]
     programs = [
         [
             simulated(stage.graph, local_tensors, program, model, training, i % program.tp, divided, room)

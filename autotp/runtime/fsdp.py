@@ -30,12 +30,18 @@ def dtypes(root: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[torch.dtype,
 
 
 def rows_as_dtensors(root: nn.Module, names: Collection[str], mesh: DeviceMesh) -> list[nn.Parameter]:
-    """Makes these parameters, of which each rank of a mesh holds as many rows, DTensors; returns those."""
+    """Makes these parameters DTensors and returns them: along the first axis of a mesh ranks have as many rows each.
+
+    A second axis of the mesh is that of the ranks with the same rows: it divides them once more.
+    """
     made = []
     for name in names:
         path, _, key = name.rpartition(".")
         parameter = root.get_parameter(name)
-        tensor = DTensor.from_local(parameter.data, mesh, [Shard(0)], run_check=False)
+        rows, strides = parameter.data, parameter.data.stride()
+        shape = torch.Size((rows.shape[0] * mesh.size(0), *rows.shape[1:]))
+        rows = rows if mesh.ndim == 1 else _own_rows(rows, mesh, 1)
+        tensor = DTensor.from_local(rows, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=strides)
         made.append(nn.Parameter(tensor, parameter.requires_grad))
         root.get_submodule(path)._parameters[key] = made[-1]
     return made
@@ -64,8 +70,12 @@ def _replica(parameter: nn.Parameter, mesh: DeviceMesh) -> DTensor:
 
 
 def _rows(parameter: nn.Parameter, mesh: DeviceMesh) -> DTensor:
-    start, stop = chunk_bounds(parameter.shape[0], mesh.size(), mesh.get_local_rank())
-    # A copy, so that the memory of the other rows is free.
-    rows = parameter.data[start:stop].clone(memory_format=torch.contiguous_format)
+    rows = _own_rows(parameter.data, mesh)
     strides = parameter.data.to("meta", memory_format=torch.contiguous_format).stride()
     return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=strides)
+
+
+def _own_rows(tensor: Tensor, mesh: DeviceMesh, axis: int = 0) -> Tensor:
+    """Returns a copy of a rank's rows, so that the memory of the other rows is free."""
+    start, stop = chunk_bounds(tensor.shape[0], mesh.size(axis), mesh.get_local_rank(axis))
+    return tensor[start:stop].clone(memory_format=torch.contiguous_format)

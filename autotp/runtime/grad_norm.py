@@ -95,7 +95,8 @@ def total_norm(parts: Holdings, tensors: Mapping[str, Tensor], norm_type: float 
         # The zero stands for a rank without gradients, which must take part in the sum all the same.
         part = torch.stack([torch.zeros_like(total), *some])
         part = part.max() if infinite else (part**order).sum()
-        part = part if mesh is None else reduce(part, mesh.get_group().group_name, op)
+        for of_rows in () if mesh is None else mesh.get_all_groups():
+            part = reduce(part, of_rows.group_name, op)
         total = torch.maximum(total, part) if infinite else total + part
     # Ranks along cp and replicas hold the same gradients, so there is no sum over them.
     for group in (place.group, parts.pipeline):

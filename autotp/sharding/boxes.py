@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autotp.sharding.layout import Layout, Range
 from autotp.sharding.partition import chunk_bounds
@@ -38,6 +38,14 @@ class Box:
 def local_of(tensor: Tensor) -> Tensor:
     """Returns this process's part of a DTensor, or the tensor itself; without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def all_rows(tensor: DTensor) -> Tensor:
+    """Returns the tensor whose parts processes have: all of them call this."""
+    # One axis of a mesh after the other, the last one first: torch warns where it joins two in a call.
+    for dim in reversed(range(tensor.device_mesh.ndim)):
+        tensor = tensor.redistribute(placements=[*tensor.placements[:dim], Replicate(), *tensor.placements[dim + 1 :]])
+    return tensor.to_local()
 
 
 def has_dtensors(tensors: Iterable[Tensor]) -> bool:
@@ -90,8 +98,22 @@ def _rows(tensor: Tensor) -> Range:
     """Returns the rows of its part that a process holds; `fully_shard` partitions as torch.chunk does."""
     if not isinstance(tensor, DTensor) or not is_sharded(tensor):
         return 0, tensor.shape[0] if tensor.dim() else 1
-    assert list(tensor.placements) == [Shard(0)], tensor.placements
-    return chunk_bounds(tensor.shape[0], tensor.device_mesh.size(), tensor.device_mesh.get_local_rank())
+    return rows_along(tensor, tensor.device_mesh.ndim)
+
+
+def rows_along(tensor: DTensor, dims: int) -> Range:
+    """Returns the rows that the first dimensions of a mesh leave to a process: each divides those of the one before.
+
+    Args:
+        tensor: its rows are divided along all dimensions of its mesh.
+        dims: the number of dimensions of the mesh.
+    """
+    mesh, (start, stop) = tensor.device_mesh, (0, tensor.shape[0])
+    assert all(placement == Shard(0) for placement in tensor.placements), tensor.placements
+    for dim in range(dims):
+        low, high = chunk_bounds(stop - start, mesh.size(dim), mesh.get_local_rank(dim))
+        start, stop = start + low, start + high
+    return start, stop
 
 
 def _runs(layout: Layout, rank: int, first: bool) -> list[tuple[Range, int]]:

@@ -159,9 +159,6 @@ def expect_experts(training: Training, dp: int) -> None:
         )
     if ep == 1:
         return
-    if training.zero and ep != dp:
-        problem = f"ep={ep} beside zero={training.zero} and dp={dp}: experts are not divided over replicas once more"
-        raise Error(problem, fix=f"ep={dp}, or zero=0")
     if training.capacity is None and (training.memory is not None or training.recompute == "full"):
         option = 'recompute="full"' if training.memory is None else f"memory={training.memory!r}"
         problem = f"ep={ep} beside {option}: how many rows come to a rank's experts is known only when they are there"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.distributed.mesh import Mesh, new_group, with_number
+from autotp.distributed.mesh import Mesh, group_of, new_group, with_number
 from autotp.groups.process_group import backend_of
 from autotp.passes.pipeline.stages import Stage
 from autotp.training.pipeline.schedules import parameters_of_stage
@@ -92,6 +92,16 @@ def expert_meshes(place: Mesh, mesh: DeviceMesh, ep: int, timeout: timedelta) ->
         return mesh_along(place, _group(existing, rows.flatten(0, 1), timeout, axis), axis)
 
     return along("ep", replicas), along("dp/ep", replicas.transpose(1, 2))
+
+
+def mesh_of_rows(*axes: Mesh) -> DeviceMesh:
+    """Returns the mesh of this rank's groups along one axis or two, each of equally distant ranks."""
+    groups = [group_of(axis) for axis in axes]
+    ranks = [torch.tensor(dist.get_process_group_ranks(group)) for group in groups]
+    mesh = ranks[0] if len(axes) == 1 else ranks[0][:, None] + ranks[1][None] - dist.get_rank()
+    names = tuple(axis.axis for axis in axes)
+    several: Any = groups if len(axes) > 1 else groups[0]
+    return DeviceMesh.from_group(several, axes[0].device.type, mesh=mesh, mesh_dim_names=names)
 
 
 def mesh_along(place: Mesh, group: Any, axis: str) -> Mesh:

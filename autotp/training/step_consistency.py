@@ -51,6 +51,7 @@ class StepState(NamedTuple):
         random: the state of the random numbers; 0 if it is not compared.
         lengths: a checksum of the shapes of the rows.
         read: a checksum of the parameters that the rank's graph gathers or sums gradients of; 0 if it has none yet.
+        room: for how many blocks the rank has room.
     """
 
     captures: bool
@@ -62,6 +63,7 @@ class StepState(NamedTuple):
     random: int
     lengths: int
     read: int = 0
+    room: int = 0
 
 
 def step_state(
@@ -147,6 +149,7 @@ class Agreed:
         idle: whether some rank trains parameters and never stepped one, where others step.
         arrived: the number of steps, from the oldest on, whose facts have arrived on all ranks.
         lengths: whether all ranks have rows of the same lengths.
+        room: whether the ranks of each stage have room for as many blocks.
         rows: the states of all ranks, where they were gathered; else empty.
     """
 
@@ -154,6 +157,7 @@ class Agreed:
     idle: bool
     arrived: int
     lengths: bool
+    room: bool
     rows: Sequence[StepState] = ()
 
 
@@ -194,6 +198,7 @@ def agree_on_step(
     counts = [
         groups[EVERY].weight * state.lengths,
         groups[STAGE].weight * state.read,
+        groups[STAGE].weight * state.room,
         state.captures,
         state.steps == NEVER,
         state.steps >= 0,
@@ -204,16 +209,16 @@ def agree_on_step(
     ]
 
     def differ(sums: Sequence[int]) -> bool:
-        _, _, _, never, stepping, total, squares, _ = sums
+        _, _, _, _, never, stepping, total, squares, _ = sums
         return stepping * squares != total * total or gathers or (names_idle and never > 0 and total > 0)
 
     sums, gathered = compare(mesh, _facts(groups, state, tied, prints), problem, counts, differ)
-    lengths, read, captures, never, _, total, _, arrival_counts = sums
+    lengths, read, room, captures, never, _, total, _, arrival_counts = sums
     if read and not captures:
         raise Error(f"a replica {OTHER_READ} than another", fix=SAME_FLAGS)
     everywhere = sum(arrival_counts // COUNT**i % COUNT == mesh.size for i in range(SHOWN))
     rows = tuple(StepState._make(row["state"]) for row in gathered)
-    return Agreed(captures > 0, never > 0 and total > 0, everywhere, not lengths, rows)
+    return Agreed(captures > 0, never > 0 and total > 0, everywhere, not lengths, not room, rows)
 
 
 def _facts(groups: Groups, state: StepState, tied: Mapping[tuple[int, ...], int], prints: Prints) -> list[Fact]:

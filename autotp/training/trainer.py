@@ -47,10 +47,11 @@ from autotp.passes.emit.attach_parameters import module_at, place_in, value_at
 from autotp.passes.emit.count_load import layers_of_experts
 from autotp.passes.emit.memory.budget import budget_on
 from autotp.passes.emit.rank_program import RankProgram
-from autotp.passes.emit.zero.room import FEWEST, Room
+from autotp.passes.emit.zero.room import Room
 from autotp.passes.emit.zero.sharded_unit import ShardedUnit
+from autotp.passes.emit.zero.step_gathers import RoomOfSteps, StepGathers, step_gathers
 from autotp.passes.pipeline.stages import Division, Stage, staged
-from autotp.passes.plan.experts.expert_parallel import EP, exchanges, with_own_experts
+from autotp.passes.plan.experts.expert_parallel import exchanges, with_own_experts
 from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders, returned
@@ -87,6 +88,7 @@ from autotp.training.pipeline.microbatch_run import MicrobatchRun
 from autotp.training.pipeline.rank_parameters import ReadsParts, divide_rows, hold_parts, readers_of, tensors_of_stages
 from autotp.training.pipeline.replica_gradients import ReplicaGradients
 from autotp.training.pipeline.rest_of_loss import RestOfLoss
+from autotp.training.pipeline.schedule_actions import actions_of
 from autotp.training.pipeline.schedules import (
     StageModule,
     Training,
@@ -144,7 +146,8 @@ class Trainer(InGraphs, HasHoldings):
         layouts: first name of a parameter or buffer of the model -> its layout on the tensor-parallel ranks.
         steps: the number of steps done, with those before the loaded checkpoint.
         plan: the blocks of each stage of the pipeline, its cost (multiplications) and the numbers that it keeps for
-            backward; with `memory=`, what the budget did with the values of this rank's stages.
+            backward; with `zero`, what this rank gathers and sums in a step; with `memory=`, what the budget did with
+            the values of this rank's stages.
         place: this rank among its tensor-parallel ranks.
         everyone: this rank among all ranks.
         replicas: this rank among the ranks that hold the same stage of another replica.
@@ -256,7 +259,7 @@ class Trainer(InGraphs, HasHoldings):
         whole = dict(self.named_parameters())
         # In the order of the model, which is the same on all ranks.
         self._experts = dict.fromkeys(
-            rows_as_dtensors(self, [name for name in whole if name in of_experts], self._mesh_of_rows)
+            rows_as_dtensors(self, [name for name in whole if name in of_experts], self._mesh_of_experts)
         )
         self._original = OriginalModel(model)
         self._holders = groups.holders(stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of)
@@ -274,7 +277,8 @@ class Trainer(InGraphs, HasHoldings):
             stages, analysis.captured.parameters, mesh["pp"].size(), self._stages_of
         )
         gathers_once = training.gathers_once(mesh["pp"].size())
-        self._room = None if gathers_once else Room[ShardedUnit](FEWEST)
+        self._room = None if gathers_once else Room[ShardedUnit]()
+        self._room_of_steps = RoomOfSteps(self._room)
         if self._experts or self._gathers:
             names = analysis.captured.parameters
             read = {name for i in self._my_stages for name in parameters_of_stage(stages[i], names)}
@@ -287,7 +291,7 @@ class Trainer(InGraphs, HasHoldings):
             self, self.shared, self._several, mesh.get_group("dp"), alone=mesh["pp"].size() == 1,
             # Graphs that gather sum by themselves, and a bucket takes plain tensors.
             under_backward=mesh["dp"].size() > 1 and not training.zero and not self._exchanges,
-            experts=self._experts, copies=group_of(self._copies) if self._experts and self._copies.size > 1 else None,
+            experts=self._experts, copies=group_of(self._copies) if self._sums_copies else None,
         )  # fmt: skip
         self._hooks = HooksOfStep({}, {})
         for name, parameter in self.named_parameters():
@@ -298,7 +302,19 @@ class Trainer(InGraphs, HasHoldings):
     def plan(self) -> Division:
         """The division into stages; with `memory=`, what the budget did in the last step: see the class."""
         load = () if self._load is None else (self._load.table(),)
-        return replace(self._division, budgets=(*load, *self._budgets()))
+        gathers = (self._step_gathers().lines(),) if self._gathers else ()
+        return replace(self._division, budgets=(*load, *gathers, *self._budgets()))
+
+    def _step_gathers(self) -> StepGathers:
+        """Returns what this rank gathers and sums in a step."""
+        training, ranks = self._training, self._pp.size()
+        actions = actions_of(training.engine, ranks, training.microbatches)[self._pp.rank()]
+        stages = {i: graph.units_with_rows() for i, graph in self._pipelines[0].stages.items()}
+        each = training.zero > 1 and ranks == 1
+        passes = [(action.stage, action.half == "F") for action in actions]
+        if self._pipelines[0].functions is not None and ranks * training.microbatches > 1:
+            passes = [(stage, True) for stage, is_forward in passes if is_forward] + passes  # A pass for the sums.
+        return step_gathers(training.zero, stages, passes, training.microbatches if each else 1)
 
     @property
     def load(self) -> ExpertLoad:
@@ -441,11 +457,16 @@ class Trainer(InGraphs, HasHoldings):
         return {name: meshes[group] for name, (_, group) in self.shared.items()}
 
     @cached_property
-    def _mesh_of_rows(self) -> DeviceMesh:
-        """The replicas that have some rows of a parameter each: all, or those that experts are cut over."""
+    def _mesh_of_experts(self) -> DeviceMesh:
+        """The replicas that have some rows of a stack of experts each: with ZeRO also those with the same experts."""
         if self._training.ep in (1, self.replicas.size):
             return self.mesh["dp"]
-        return DeviceMesh.from_group(group_of(self._ep), self.place.device.type, mesh_dim_names=(EP,))
+        return groups.mesh_of_rows(self._ep, *[self._copies] * self._gathers)
+
+    @property
+    def _mesh_of_rows(self) -> DeviceMesh:
+        """The replicas that have some rows of another parameter each, or all of it."""
+        return self.mesh["dp"] if self._gathers else self._mesh_of_experts
 
     def _with_own_experts(self, layouts: dict[str, Layout]) -> dict[str, Layout]:
         """Returns layouts with the rows of this rank's experts."""
@@ -455,6 +476,15 @@ class Trainer(InGraphs, HasHoldings):
     def _gathers(self) -> bool:
         """Whether replicas keep rows of parameters, and the graphs gather them: ZeRO."""
         return self._training.zero > 0 and self.replicas.size > 1
+
+    @property
+    def _sums_copies(self) -> bool:
+        """Whether gradients of experts are summed over the ranks with the same ones, where no graph sums them."""
+        return bool(self._experts) and self._copies.size > 1 and not self._gathers
+
+    def _divides(self, parameter: Tensor) -> bool:
+        """Whether ZeRO divides a parameter's rows over replicas, of experts over those with the same ones."""
+        return self._gathers and (parameter not in self._experts or self._copies.size > 1)
 
     def _pipeline(
         self, key: Any, shapes: Sequence[Any], analysis: Program, stages: Sequence[Stage], checksums: tuple[int, int]
@@ -506,6 +536,7 @@ class Trainer(InGraphs, HasHoldings):
         return Seat(
             rank=self.place.rank, kept_calls=self._training.engine.flight(stage, count, self._training.microbatches),
             replicas=self.replicas.size, share=1 / len(mine), microbatches=self._training.microbatches,
+            gathers_once=self._room is None,
         )  # fmt: skip
 
     def _graph(self, stage: Stage, analysis: Program, seat: Seat) -> RankProgram:
@@ -525,7 +556,7 @@ class Trainer(InGraphs, HasHoldings):
         ready = rank_program(stage.graph, program, self._training, place.device, axes, seat)
         if self._gathers:
             values = {name: value_at(at) for name, at in places.items()}
-            rows = {name for name, value in values.items() if is_sharded(value) and value not in self._experts}
+            rows = {name for name, value in values.items() if is_sharded(value) and self._divides(value)}
             ready = ready.gathering(rows, self._training.compute_dtype, self._room)
         return replace(ready.attached(places, owners.get, self._read), received=stage.received)
 
@@ -586,6 +617,7 @@ class Trainer(InGraphs, HasHoldings):
             raise
         within("Trainer.step", lambda: self._named_if_lost("Trainer.step", hooks.run))
         self.steps += 1
+        self._room_of_steps.note(pipeline.stages.values())
         loss = self._named_if_lost("Trainer.step", lambda: self._sum_losses(pipeline, losses))
         if self._expert_numbers:
             loads = [load for graph in pipeline.stages.values() for load in graph.loads]
@@ -682,7 +714,9 @@ class Trainer(InGraphs, HasHoldings):
         equal_slots = self._training.capacity is not None and bool(self._exchanges)
         state = step_state(training, frozen, arguments, self.place, values, steps_taken(self), equal_slots)
         pipeline = fitting_graphs(self._pipelines, attempt[0]) if attempt else None
-        state = state._replace(captures=pipeline is None, read=self._read_by_replicas(pipeline) if pipeline else 0)
+        room = self._room_of_steps.begin(repr((attempt[0].key, attempt[0].shapes)) if attempt else "")
+        read = self._read_by_replicas(pipeline) if pipeline else 0
+        state = state._replace(captures=pipeline is None, read=read, room=room)
         now = fingerprint(attempt[0].arguments) if attempt else Fingerprint()
         prints: Prints = {**self.late.prints(), NOW: now.as_ints() if now.arrived is None else None}
         tied = frozen_checksums(frozen, self._holders)
@@ -695,6 +729,7 @@ class Trainer(InGraphs, HasHoldings):
                 "replicas have batches of other shapes",
                 fix="batches of one shape, or capacity=None",
             )
+        self._room_of_steps.agree(agreed.room)
         self.late.take(agreed.arrived, self.everyone)
         self._facts = StepFacts(self.steps + training, Fingerprint() if now.arrived is None else now)
         if self.place.device.type == "cuda":

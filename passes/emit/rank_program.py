@@ -86,13 +86,19 @@ class RankProgram:
         """What is gathered together, and whose gradients are summed together."""
         return [part for part in self.module.children() if isinstance(part, ShardedUnit)]
 
+    def units_with_rows(self) -> list[ShardedUnit]:
+        """Returns `units`, which have the parameters of now."""
+        for unit in self.units:
+            unit.read([self.read_rows(self.places[name]) for name in unit.names])
+        return self.units
+
     def begin_step(self) -> None:
         """Starts to gather what stays for a whole step: a stage gathers while the stages before it compute."""
         for load in self.loads:
             load.calls.clear()
-        for unit in self.units:
+        for unit in self.units_with_rows():
             if unit.room is None:
-                unit.start((), *(self.read_rows(self.places[name]) for name in unit.names))
+                unit.start((), *unit.rows)
 
     def sum_now(self, now: bool, complete: Callable[[Tensor], None] | None = None) -> None:
         """Says whether the next backward sums gradients over the replicas; else they are added up.

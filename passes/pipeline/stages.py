@@ -59,7 +59,8 @@ class Division(Shown):
         memory: the numbers that each stage keeps.
         ranks: the pipeline rank of each stage.
         experts: what replicas send each other for the experts that they have; "" for nothing.
-        budgets: what a budget (`memory=`) did with the values of this rank's stages in the last step.
+        budgets: of this rank, the load of experts, what `zero` gathers in a step, and what a budget (`memory=`) did
+            with the values of its stages in the last step.
     """
 
     blocks: tuple[tuple[str, ...], ...]

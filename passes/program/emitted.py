@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,9 +16,11 @@ from autotp.passes.emit.count_load import count_load
 from autotp.passes.emit.kept_values.recompute import recompute
 from autotp.passes.emit.memory.budget import Allowance, budget_of
 from autotp.passes.emit.memory.under_budget import hints, under_budget
+from autotp.passes.emit.zero.room import FEWEST, whole_bytes
 from autotp.passes.pipeline.loss_totals import TOTAL
 from autotp.passes.program.program import Program
 from autotp.rules.call import placeholders
+from autotp.source_location import block_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,7 @@ class Seat:
         replicas: the number of replicas, over which ZeRO divides states.
         share: the part of the rank's memory that this graph may use.
         microbatches: of a step, in each replica.
+        gathers_once: whether all that ZeRO gathers stays until a step ends.
     """
 
     rank: int = 0
@@ -37,6 +41,7 @@ class Seat:
     replicas: int = 1
     share: float = 1.0
     microbatches: int = 1
+    gathers_once: bool = True
 
 
 FIRST_SEAT = Seat()
@@ -87,7 +92,7 @@ def _under_budget(p: Program, site: Site, memory: int | str, graph: fx.Graph) ->
     """
     seat, captured = site.seat, p.captured
     sources = held_tensors(p, graph, seat.rank)
-    fixed, learning = fixed_bytes(p, held_tensors(p, graph, 0), site.settings, seat.replicas)
+    fixed, learning = fixed_bytes(p, graph, site.settings, seat)
     allowance = Allowance(
         memory=memory, fixed=fixed, calls=seat.kept_calls, share=seat.share,
         microbatches=seat.microbatches * seat.replicas,
@@ -130,32 +135,30 @@ def held_tensors(p: Program, graph: fx.Graph, rank: int) -> dict[str, Tensor]:
     return sources
 
 
-def fixed_bytes(
-    p: Program, sources: Mapping[str, Tensor], settings: Options, replicas: int = 1
-) -> tuple[int, dict[str, int]]:
+def fixed_bytes(p: Program, graph: fx.Graph, settings: Options, seat: Seat = FIRST_SEAT) -> tuple[int, dict[str, int]]:
     """Returns the bytes of the parameters and buffers of a graph; and of each parameter what it has if it learns.
 
     Those of the rank that holds most. Under `distribute(compute_dtype=...)` parameters are taken to be in float32, with
     a copy in the dtype of computation.
 
-    Args:
-        sources: what `held_tensors` returns for this rank.
-        replicas: the replicas over which ZeRO divides.
     """
     zero, cast = getattr(settings, "zero", 0), getattr(settings, "compute_dtype", None)
-    total, learning = 0.0, dict[str, int]()
-    count = sum(name in p.captured.parameters for name in sources)
-    for name, x in sources.items():
+    total, learning, beside = 0.0, dict[str, int](), Counter[str]()
+    blocks = {node.name: {block_of(user) for user in node.users} for node in graph.find_nodes(op="placeholder")}
+    for name, x in held_tensors(p, graph, 0).items():
         own = x.numel() * (4 if cast is not None and x.is_floating_point() else x.itemsize)
         if name in p.captured.parameters:
             layout = p.layouts.get(p.captured.parameters[name])
-            divided = replicas if layout is None or layout.rows is None else 1  # ZeRO leaves a rank's own experts.
+            replicas = seat.replicas // (1 if layout is None or layout.rows is None else settings.ep)  # Of its experts.
             states = bytes_of_states(x.numel(), own, settings.state_bytes)
-            fixed, learning[name] = parameter_bytes(own, x.nbytes * (own != x.nbytes), states, zero, divided, count)
+            fixed, learning[name] = parameter_bytes(own, states, zero, replicas)
             total += fixed
+            block = next(iter(blocks[name])) if len(blocks[name]) == 1 else ""
+            beside[block] += bytes_beside(own, x.nbytes, zero, replicas)
         else:
             total += x.nbytes
-    return int(total), learning
+    few = zero == 3 and seat.replicas > 1 and not seat.gathers_once
+    return int(total + whole_bytes(beside, FEWEST if few else None)), learning
 
 
 def bytes_of_states(elements: int, own: float, state_bytes: float | None) -> float:
@@ -168,26 +171,23 @@ def bytes_of_states(elements: int, own: float, state_bytes: float | None) -> flo
     return 2 * own if state_bytes is None else elements * state_bytes
 
 
-def parameter_bytes(own: int, copy: int, states: float, zero: int, replicas: int, count: int) -> tuple[float, int]:
-    """Returns the bytes of a parameter on a rank; and those of its gradient and its states, if it learns.
+def parameter_bytes(own: int, states: float, zero: int, replicas: int) -> tuple[float, int]:
+    """Returns the bytes of a parameter that the optimizer steps; and of its gradient and its states, if it learns.
 
     Args:
         own: bytes of the whole parameter in its own dtype.
-        copy: bytes of its copy in the dtype of computation; 0 if that is its own.
         states: bytes of the optimizer's states of the whole parameter.
         zero, replicas: the stage of ZeRO, and the replicas over which it divides.
-        count: the number of the rank's parameters.
     """
     share = {stage: replicas if zero >= stage else 1 for stage in (1, 2)}
-    return own / share[1] + gathered_bytes(own, copy, zero, replicas, count), int(own / share[2] + states / share[1])
+    return own / share[1], int(own / share[2] + states / share[1])
 
 
-def gathered_bytes(own: float, copy: float, zero: int, replicas: int, count: int) -> float:
-    """Returns the bytes of a parameter that are there beside the part that the optimizer steps.
+def bytes_beside(own: int, computed: int, zero: int, replicas: int) -> int:
+    """Returns the bytes of a parameter as it is computed with, beside the part that the optimizer steps.
 
-    ZeRO 1 and 2 gather all parameters for a step. ZeRO 3 has few of them at a time: counted as one. Arguments as of
-    `parameter_bytes`.
+    Args:
+        computed: bytes of the whole parameter in the dtype of computation.
+        own, zero, replicas: as of `parameter_bytes`.
     """
-    if zero and replicas > 1:
-        return (copy or own) / (max(1, count) if zero == 3 else 1)
-    return copy
+    return computed if (zero and replicas > 1) or computed != own else 0

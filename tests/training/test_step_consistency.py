@@ -168,7 +168,7 @@ def test_ranks_that_agree_gather_nothing(monkeypatch: pytest.MonkeyPatch, sizes:
         prints.append({NOW: fingerprint([X.long() + replica, X / 3 + replica]).as_ints()})
     world = World(monkeypatch, layout)
     found = world.agree(states, prints=prints)
-    assert found == Agreed(captures=False, idle=False, arrived=0, lengths=True) and world.gathered == 0
+    assert found == Agreed(captures=False, idle=False, arrived=0, lengths=True, room=True) and world.gathered == 0
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)

@@ -58,6 +58,7 @@ from autotp.distributed.live_models import Undo
 from autotp.distributed.mesh import Mesh
 from autotp.distributed.replica_check import expect_replicas
 from autotp.errors import Error
+from autotp.sharding.boxes import all_rows
 from autotp.sharding.layout import Layout
 from autotp.source_location import calling_frame, is_users
 from autotp.torch_internals import NEED_WHOLES, PASSES_ON, RIGHT_ON_PARTS, expect_callers
@@ -216,8 +217,7 @@ class CutDTensor(CutTensor, DTensor):
 
     def _as_part(self) -> Tensor:
         rows: Any = self.detach()
-        part: Tensor = rows.full_tensor()
-        return part
+        return all_rows(rows)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
         """Redistributes over replicas, for torch's own code; raises Error for user code, which sees the whole."""

@@ -18,6 +18,7 @@ from autotp.distributed.cut_tensors.whole_operators import Whole, WholeView
 from autotp.distributed.mesh import Mesh
 from autotp.errors import Error
 from autotp.ops.eager_mode import apply_plain
+from autotp.sharding.boxes import all_rows
 from autotp.sharding.layout import Layout
 
 
@@ -42,7 +43,7 @@ class PartInRows:
         """Returns the whole: all ranks and all replicas call this."""
         with torch.no_grad():
             # First the replicas join the rows of a part, then the ranks join the parts.
-            part = self.rows.full_tensor()
+            part = all_rows(self.rows)
             return part if self.held.dim is None else join_parts(part, self.held, self.mesh)
 
     def take_rows(self, whole: Tensor) -> DTensor:

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from autotp.passes.emit.zero.room import FEWEST
 from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
 from autotp.tools.estimation.layout import StepLayout
 from autotp.tools.estimation.price import Prices, Simulated, StageCost, beside_times, cast_seconds
-from autotp.tools.estimation.replicas import ReplicaWaits, Unit, exchanged, sums_of_units
+from autotp.tools.estimation.replicas import ReplicaWaits, Unit, exchanged, gathered_bytes, sums_of_units
 from autotp.tools.estimation.seconds.times import Times
 from autotp.training.pipeline.schedule_actions import Action, Half, Played
 from autotp.training.pipeline.schedules import Engine, engine_of
@@ -110,7 +111,7 @@ class ClosedForms:
         between = (Action(0, "B", 0), forward) if microbatches > 1 else ()
         waits = ReplicaWaits(
             layout=layout, practice=self.prices.practice, device=self.prices.device, units=[stage.units],
-            order=((first, *between, backward),),
+            order=((first, *between, backward),), rooms=(FEWEST,),
         )  # fmt: skip
         busy = stage.casts + microbatches * (times.forward + times.backward)
         # The first forward counts by itself: under ZeRO 1 and 2 only it waits for gathered parameters.
@@ -133,8 +134,8 @@ class ClosedForms:
         live, kept_bytes = round(rows.live), round((rows.boundaries if full else rows.kept) * part)
         # One unit more than pieces: that of the parameters outside of blocks, which takes no time of its own.
         gathers, sums = (s / (count + 1) for s in exchanged(self.prices, layout, names, count + 1))
-        unit = Unit(forward=times.forward / count, backward=times.backward / count, gather=gathers, sum=sums)
-        units = (Unit(gather=gathers, sum=sums), *[unit] * count)
+        rest = Unit(gather=gathers, sum=sums, bytes=gathered_bytes(layout, self.prices.totals(names)) / (count + 1))
+        units = (rest, *[replace(rest, forward=times.forward / count, backward=times.backward / count)] * count)
         return StageCost(
             times=times, memory=StageMemory(kept=kept_bytes, logits=0, sent=0, forward=live, backward=live),
             parameters=names, casts=cast_seconds(self.prices, layout, names), units=units,

@@ -14,9 +14,11 @@ from autotp.costs.hardware import Hardware
 from autotp.costs.links import RankGroup, collective_seconds, send_seconds
 from autotp.costs.room import buffer_bytes, groups_of
 from autotp.diagnostics.report import plan_of_choice
+from autotp.passes.emit.zero.room import whole_bytes
+from autotp.passes.emit.zero.step_gathers import blocks_with_room
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.stages import partition
-from autotp.passes.program.emitted import bytes_of_states, gathered_bytes
+from autotp.passes.program.emitted import bytes_of_states
 from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
 from autotp.tools.estimation.counts.budget import Budgets, StageChoice, stage_choices
 from autotp.tools.estimation.counts.kernels import fused
@@ -27,6 +29,7 @@ from autotp.tools.estimation.replicas import (
     ReplicaWaits,
     Unit,
     copies_of,
+    gathers_once,
     itemsize_of,
     replicas_of,
     sums_of_buckets,
@@ -244,9 +247,18 @@ def timed_schedule(prices: Prices, layout: StepLayout) -> Simulated:
             return send_seconds(sent / layout.tp, distance, device) + whole
         return send_seconds(sent, distance, device)
 
-    waits = ReplicaWaits(layout=layout, practice=practice, device=device, units=[s.units for s in stages], order=order)
+    rooms = tuple(_room(stages, row) for row in order)
+    units = [stage.units for stage in stages]
+    waits = ReplicaWaits(layout=layout, practice=practice, device=device, units=units, order=order, rooms=rooms)
     unplayed = Simulated(order=order, stages=stages, waits=waits)
     return replace(unplayed, played=play(order, unplayed.seconds, cache(sends), waits.seconds))
+
+
+def _room(stages: Sequence[StageCost], row: Sequence[Action]) -> int:
+    """Returns the number of blocks that a pipeline rank has whole at a time. row: its actions"""
+    of_rank = [stages[i] for i in sorted({action.stage for action in row})]
+    budgets = [None if stage.budget is None else stage.budget.choice for stage in of_rank]
+    return blocks_with_room(budgets, [unit.bytes for stage in of_rank for unit in stage.units[1:]])
 
 
 def price(prices: Prices, layout: StepLayout) -> Estimate:
@@ -269,6 +281,7 @@ def price(prices: Prices, layout: StepLayout) -> Estimate:
         spent={name: s for name, s in spent.items() if s > 0}, memory=tuple(memory_of_ranks(prices, layout, step)),
         stages=tuple(tuple(names[i] for i in run) for run in runs), homes=tuple(_homes(order)),
         budgets=tuple(plan_of_choice(stage.budget.choice) for stage in stages if stage.budget is not None),
+        gathers=tuple(step.waits.of_rank(rank) for rank in range(layout.pp)) if layout.zero and layout.dp > 1 else (),
         row=model.row, tokens=model.row_tokens * layout.batch, source=prices,
     )  # fmt: skip
 
@@ -317,7 +330,8 @@ def step_seconds(prices: Prices, layout: StepLayout, step: Simulated) -> float:
 def memory_of_ranks(prices: Prices, layout: StepLayout, step: Simulated) -> list[RankMemory]:
     """Returns the memory of each pipeline rank at its fullest moment."""
     return [
-        _rank_memory(prices, layout, step.stages, row, names) for row, names in zip(step.order, step.names, strict=True)
+        _rank_memory(prices, layout, step.stages, row, names, room)
+        for row, names, room in zip(step.order, step.names, step.waits.rooms, strict=True)
     ]
 
 
@@ -478,7 +492,12 @@ def _tied(model: Lowered, names_by_rank: Sequence[frozenset[str]]) -> int:
 
 
 def _rank_memory(
-    prices: Prices, layout: StepLayout, stages: Sequence[StageCost], row: Sequence[Action], names: frozenset[str]
+    prices: Prices,
+    layout: StepLayout,
+    stages: Sequence[StageCost],
+    row: Sequence[Action],
+    names: frozenset[str],
+    room: int,
 ) -> RankMemory:
     """Returns the memory of a pipeline rank at its fullest moment."""
     practice = prices.practice
@@ -495,11 +514,11 @@ def _rank_memory(
         for p in learnt
     )
     stages_of_rank = sorted({action.stage for action in row})
-    copies = sum(
-        gathered_bytes(p.bytes, _copy(p, layout), layout.zero, zero_ranks(layout, p), len(stages[i].parameters))
-        for i in stages_of_rank
-        for p in prices.totals(stages[i].parameters)
-    )
+    whole = [p for i in stages_of_rank for p in prices.totals(stages[i].parameters) if zero_ranks(layout, p) == 1]
+    units = {f"{i} {k}" if k else "": unit.bytes for i in stages_of_rank for k, unit in enumerate(stages[i].units)}
+    units[""] = sum(stages[i].units[0].bytes for i in stages_of_rank if stages[i].units)
+    gathered = whole_bytes(units, None if gathers_once(layout) else room) * bool(layout.zero)
+    copies = sum(_copy(p, layout) for p in whole) + gathered
     activations = most_held(row, lambda i: stages[i].memory.kept - stages[i].memory.logits, lambda a: 0.0)
     logits = most_held(row, lambda i: stages[i].memory.logits, lambda a: 0.0)
 

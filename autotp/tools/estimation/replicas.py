@@ -7,16 +7,17 @@ Without, gradients are summed in buckets, in the order in which backward makes t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autotp.costs.hardware import Hardware
 from autotp.costs.links import RankGroup, collective_seconds
-from autotp.passes.emit.zero.room import FEWEST, gathered
+from autotp.passes.emit.zero.room import gathered
 from autotp.tools.estimation.counts.pieces import ModelPiece, Parameter
 from autotp.tools.estimation.layout import Practice, StepLayout
+from autotp.tools.estimation.result import RankGathers
 from autotp.tools.estimation.seconds.beside_compute import PassOverUnits, run_beside, slowed
 from autotp.training.pipeline.gradient_buckets import BUCKET
 from autotp.training.pipeline.schedule_actions import Action
@@ -55,8 +56,13 @@ def copies_of(layout: StepLayout) -> RankGroup:
 
 
 def zero_ranks(layout: StepLayout, parameter: Parameter) -> int:
-    """Returns the number of replicas that ZeRO divides a parameter over; it does not divide experts of a rank's own."""
-    return layout.dp if layout.zero and not parameter.of_experts else 1
+    """Returns the number of replicas that ZeRO divides a parameter over: of an expert, those that have it."""
+    return layout.dp // (layout.ep if parameter.of_experts else 1) if layout.zero else 1
+
+
+def gathers_once(layout: StepLayout) -> bool:
+    """Returns whether parameters are gathered once a step, as `Training.gathers_once` says."""
+    return Training(schedule=layout.schedule, zero=layout.zero).gathers_once(layout.pp)  # type: ignore[arg-type]
 
 
 def gradient_bytes(prices: Prices, parameters: Sequence[Parameter]) -> float:
@@ -69,9 +75,9 @@ def itemsize_of(layout: StepLayout, parameter_itemsize: int) -> int:
     return parameter_itemsize if layout.dtype is None else layout.dtype.itemsize
 
 
-def gathered_bytes(prices: Prices, layout: StepLayout, names: frozenset[str]) -> float:
+def gathered_bytes(layout: StepLayout, parameters: Iterable[Parameter]) -> float:
     """Returns the bytes of parameters as they are gathered: those that are frozen, too."""
-    return float(sum(p.elements * itemsize_of(layout, p.itemsize) for p in prices.totals(names)))
+    return sum(p.elements * itemsize_of(layout, p.itemsize) for p in parameters if zero_ranks(layout, p) > 1)
 
 
 def exchanged(prices: Prices, layout: StepLayout, names: frozenset[str], count: int = 1) -> tuple[float, float]:
@@ -80,23 +86,23 @@ def exchanged(prices: Prices, layout: StepLayout, names: frozenset[str], count: 
     Args:
         count: the number of units that the names are in.
     """
-    group, device, every = replicas_of(layout), prices.device, prices.totals(names)
-    parameters = [parameter for parameter in every if not parameter.of_experts]
-    gradients = gradient_bytes(prices, parameters)
-    experts = gradient_bytes(prices, [parameter for parameter in every if parameter.of_experts])
-    of_experts = collective_seconds("all-reduce", experts, copies_of(layout), device)
-    if not layout.zero:
-        return 0.0, collective_seconds("all-reduce", gradients, group, device) + of_experts
-    units = len(names) if prices.practice.units == "parameter" else count
-    narrow = gathered_bytes(prices, layout, names)
+    device, units = prices.device, len(names) if prices.practice.units == "parameter" else count
+    every, gather, sums = prices.totals(names), 0.0, 0.0
 
-    def seconds(name: str, size: float) -> float:
+    def seconds(name: str, size: float, group: RankGroup) -> float:
         # A kernel for each replica, which together read and write all.
         copies = group.size * device.launch + 2 * size / (device.memory_bandwidth * device.memory_sustained)
         return units * (collective_seconds(name, size, group, device) + copies * prices.practice.listed)
 
-    gathered, summed = narrow / max(1, units), gradients / max(1, units)
-    return seconds("all-gather", gathered), seconds("reduce-scatter", summed) + of_experts
+    for of_experts, group in ((False, replicas_of(layout)), (True, copies_of(layout))):
+        parameters = [parameter for parameter in every if parameter.of_experts == of_experts]
+        gradients, size = gradient_bytes(prices, parameters), gathered_bytes(layout, parameters)
+        if not layout.zero:
+            sums += collective_seconds("all-reduce", gradients, group, device)
+        elif size:
+            gather += seconds("all-gather", size / max(1, units), group)
+            sums += seconds("reduce-scatter", gradients / max(1, units), group)
+    return gather, sums
 
 
 def units_of(
@@ -112,10 +118,11 @@ def units_of(
         names = frozenset(name for name in piece.parameters if piece.name and name.startswith(f"{piece.name}."))
         outside |= {*piece.parameters} - names
         gather, sums = exchanged(prices, layout, names)
-        size = gathered_bytes(prices, layout, names)
+        size = gathered_bytes(layout, prices.totals(names))
         units.append(Unit(forward=forward, backward=backward, gather=gather, sum=sums, bytes=size))
-    gather, sums = exchanged(prices, layout, frozenset(outside))
-    return (Unit(gather=gather, sum=sums, bytes=gathered_bytes(prices, layout, frozenset(outside))), *units)
+    rest = frozenset(outside)
+    gather, sums = exchanged(prices, layout, rest)
+    return (Unit(gather=gather, sum=sums, bytes=gathered_bytes(layout, prices.totals(rest))), *units)
 
 
 def sums_of_units(units: Sequence[Unit]) -> list[tuple[float, float]]:
@@ -177,6 +184,7 @@ class ReplicaWaits:
     Attributes:
         units: of each stage, in the order of forward.
         order: the actions of each pipeline rank.
+        rooms: the number of blocks that each pipeline rank has whole at a time, where they do not stay for a step.
     """
 
     layout: StepLayout
@@ -184,6 +192,7 @@ class ReplicaWaits:
     device: Hardware
     units: Sequence[tuple[Unit, ...]]
     order: tuple[tuple[Action, ...], ...]
+    rooms: tuple[int, ...]
 
     @cached_property
     def _stages_of_ranks(self) -> list[list[int]]:
@@ -194,13 +203,13 @@ class ReplicaWaits:
     def gathered(self) -> dict[Action, frozenset[int]]:
         """The places of the units that each action gathers: by the count that the nodes of the graphs follow."""
         once, counts = self._once, dict[Action, frozenset[int]]()
-        for row in self.order:
+        for row, room in zip(self.order, self.rooms, strict=True):
             begun, passes = set[int](), list[list[tuple[int, int]]]()
             for action in row:
                 units = self.units[action.stage]
                 blocks = [(action.stage, i) for i in range(1, len(units)) if units[i].gather]
                 passes.append([] if once else blocks if action.half == "F" else blocks[::-1])
-            for action, starts in zip(row, gathered(passes, FEWEST), strict=True):
+            for action, starts in zip(row, gathered(passes, room), strict=True):
                 places = {i for _, i in starts}
                 if action.stage not in begun:
                     places |= set(range(len(self.units[action.stage]))) if once else {0}
@@ -210,13 +219,14 @@ class ReplicaWaits:
 
     @property
     def _once(self) -> bool:
-        """Whether parameters are gathered once a step, as `Training.gathers_once` says."""
-        return Training(schedule=self.layout.schedule, zero=self.layout.zero).gathers_once(self.layout.pp)  # type: ignore[arg-type]
+        """Whether parameters are gathered once a step."""
+        return gathers_once(self.layout)
 
-    def of_rank(self, rank: int) -> tuple[int, float]:
-        """Returns the number of gathers in a step of a pipeline rank, and their bytes, which each replica receives."""
-        gathers = [self.units[action.stage][i] for action in self.order[rank] for i in self.gathered[action]]
-        return sum(unit.gather > 0 for unit in gathers), sum(unit.bytes for unit in gathers)
+    def of_rank(self, rank: int) -> RankGathers:
+        """Returns what a pipeline rank gathers in a step."""
+        units = [self.units[action.stage][i] for action in self.order[rank] for i in self.gathered[action]]
+        room = None if self._once else self.rooms[rank]
+        return RankGathers(times=sum(unit.gather > 0 for unit in units), bytes=sum(u.bytes for u in units), room=room)
 
     def _places(self, action: Action) -> frozenset[int]:
         return self.gathered.get(action, frozenset())  # A closed form plays some actions of many.

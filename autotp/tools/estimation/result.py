@@ -10,6 +10,7 @@ from autotp.costs.hardware import GIB, Hardware
 from autotp.costs.room import ALLOCATOR, LIBRARIES, reserved
 from autotp.diagnostics.plan import MemoryPlan
 from autotp.display.sheet import Sheet, Shown, Table
+from autotp.display.text_table import bytes_text
 from autotp.errors import within
 from autotp.tools.estimation.error_bars import FULLEST, memory_bar, row_bar, step_bar
 from autotp.tools.estimation.layout import StepLayout
@@ -91,6 +92,27 @@ class RankMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankGathers:
+    """What ZeRO gathers in a step of a pipeline rank.
+
+    Attributes:
+        times: how often parameters are gathered: those of a block, or those outside of blocks.
+        bytes: of what is gathered, in the dtype of computation.
+        room: the number of blocks that are whole at a time; None where all stay until the step ends.
+    """
+
+    DATA = ("times", "bytes", "room")
+
+    times: int
+    bytes: float
+    room: int | None
+
+    def __str__(self) -> str:
+        staying = "all stay" if self.room is None else f"room for {self.room} blocks"
+        return f"{self.times} gathers, {bytes_text(self.bytes)}, {staying}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TimeSaving:
     """What one way to hide or to fuse work brings.
 
@@ -123,6 +145,7 @@ class Estimate(Shown):
         stages: the blocks of each stage.
         homes: the pipeline rank of each stage.
         budgets: what `memory=` does with the values of a microbatch in each stage; empty without it.
+        gathers: what ZeRO gathers in each pipeline rank; empty without it.
         savings: what each way to hide or to fuse work brings, of those that bring something in this layout.
         row: the shapes of the tensors of a row of the batch, such as "[2048], [2048]" for tokens and labels.
         tokens: of a step; 0 where the first tensor of a row is no sequence of whole numbers.
@@ -140,7 +163,7 @@ class Estimate(Shown):
 
     DATA = (
         "layout", "device", "row", "seconds", "error", "tflops", "hardware_tflops", "mfu", "tokens_per_second", "spent",
-        "savings", "memory", "memory_error", "fits", "stages", "homes", "budgets",
+        "savings", "memory", "memory_error", "fits", "stages", "homes", "budgets", "gathers",
     )  # fmt: skip
 
     layout: StepLayout
@@ -156,6 +179,7 @@ class Estimate(Shown):
     tokens: int = 0
     savings: tuple[TimeSaving, ...] = ()
     budgets: tuple[MemoryPlan, ...] = ()
+    gathers: tuple[RankGathers, ...] = ()
     source: Any = field(default=None, compare=False)
 
     @property
@@ -264,6 +288,7 @@ class Estimate(Shown):
             ]
             * (self.layout.ep > 1),
         )
+        lines += (f"zero         a step has {self.gathers_text}",) * bool(self.gathers)
         bars = ("error bar", *(f"±{bar:.1%}" for bar in self.memory_error.values()), "")
         fit, fullest = "fits" if self.fits else "does not fit", self.fullest
         beside = (
@@ -285,6 +310,11 @@ class Estimate(Shown):
                 *[about_budget for about_budget in [self.budget_lines()] if about_budget],
             ),
         )  # fmt: skip
+
+    @property
+    def gathers_text(self) -> str:
+        """What ZeRO gathers in a step, of the pipeline rank that gathers most; "" without it."""
+        return str(max(self.gathers, key=lambda rank: rank.bytes)) if self.gathers else ""
 
     def budget_table(self) -> tuple[Table, ...]:
         """Returns the table of what a stage keeps for backward under a budget: of the one that computes most again."""

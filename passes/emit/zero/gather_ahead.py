@@ -1,12 +1,20 @@
-"""gather_ahead: gathers the parameters of which replicas keep rows some blocks ahead of the block that reads them.
+"""gather_ahead: gathers the parameters of which replicas keep rows a block ahead of the block that reads them.
 
     Before: b = block(x, w0); c = block(b, w1)                                        w0, w1: the whole parameters
-    After:  h_0.start((), w0); v0, = h_0.arrive(()); h_1.start((h_0,), w1); b = h_0.leave(block(x, v0), (), ())
+    After:  h_0.start((), w0); v0, = h_0.arrive((h_1,)); h_1.start((h_0,), w1); b = h_0.leave(block(x, v0), (), ())
             v1, = h_1.arrive(()); c = h_1.leave(block(b, v1), (), (h_0,))             w0, w1: rows
 
-Backward gathers again what has left the room (`room.py`), the next blocks ahead in the other direction, and sums the
-gradients of each block when its backward has ended (`sharded_unit.py`). What blocks share, and what the graph reads
-outside of blocks, is gathered first, in one unit that stays for the whole step.
+Backward gathers again what has left the room (`room.py`), the next block ahead in the other direction, and sums the
+gradients of each block when its backward has ended (`sharded_unit.py`). While the room has places, blocks further ahead
+are gathered, too. What blocks share, and what the graph reads outside of blocks, is gathered first, in one unit that
+stays for the whole step.
+
+NOTE [Why no pass looks for the place of a gather]
+The passes that overlap collectives of `tp` move them within a block, beside operators that do not need them. A block's
+gather needs only rows, so that it could start at the beginning of a step: what limits it is memory. A block ahead is
+the latest place at which a whole block's work hides it; the first places are those that the room has memory for. Sums
+start when a block's backward ends, which is the first place. Operators within a block are no better places: a
+collective started there has less of the block beside it.
 """
 
 from __future__ import annotations
@@ -77,16 +85,21 @@ class _Gathering:
         # With a number, as `a.b.0` and `a_b.0` may both be blocks.
         self.targets = {block: f"rows_of_{block.replace('.', '_')}_{i}" for i, block in enumerate(self.parameters)}
         sums = RunningSum()
+        modules = dict[str, ShardedUnit]()
         for block, nodes in self.parameters.items():
             unit = ShardedUnit(dtype, sums, None if block == REST else room, [names[n.name] for n in nodes])
             self.root.add_module(self.targets[block], unit)
+            modules[block] = unit
         self.calls = [n for n in outlined.graph.find_nodes(op="call_module") if block_of(n) in self.parameters]
         # A block that runs several times is there from its first call to its last one.
         self.first = {block_of(n): n for n in reversed(self.calls)}
         self.last = {block_of(n): n for n in self.calls}
         self.order = list(dict.fromkeys(map(block_of, self.calls)))
         self.order_of_backward = list(dict.fromkeys(map(block_of, reversed(self.calls))))
-        self.ahead = len(self.order) if room is None else room.ahead
+        for block in self.order:
+            following, preceding = _after(self.order, block), _after(self.order_of_backward, block)
+            modules[block].following = tuple(modules[x] for x in following)
+            modules[block].preceding = tuple(modules[x] for x in preceding)
         self.units, self.placeholders = dict[str, fx.Node](), dict[fx.Node, fx.Node]()
 
     def result(self) -> fx.GraphModule:
@@ -109,7 +122,7 @@ class _Gathering:
         self.placeholders = dict(self.env)
         if REST in self.units:
             self._start(REST, ())
-        for i, block in enumerate(self.order[: self.ahead]):
+        for i, block in enumerate(self.order if self.room is None else self.order[:1]):
             self._start(block, self.order[:i])
         if REST in self.units:
             self._arrive(REST, ())
@@ -129,16 +142,16 @@ class _Gathering:
         block = block_of(node)
         others = [other for other in self._running_at(node) if other != block]
         if node is self.first[block]:
-            following = _after(self.order, block, self.ahead)
-            self._arrive(block, [*others, *following[: self.ahead - 1]])
-            for later in following[self.ahead - 1 :]:
-                self._start(later, [block, *others, *following[:-1]])
+            later = _after(self.order, block)[:1] if self.room is not None else ()
+            self._arrive(block, [*others, *later])
+            for following in later:
+                self._start(following, [block, *others])
         call = self.env[node] = copied(self.graph, node, self.env.__getitem__)
         if self.room is None:
             return
         args: tuple[Any, ...] = self.units[block], call, self._of(others)
         if node is self.last[block]:
-            before = self._of(_after(self.order_of_backward, block, self.ahead))
+            before = self._of(_after(self.order_of_backward, block)[:1])
             self.env[node] = self.graph.call_method("leave", (*args, before))
         else:
             self.env[node] = self.graph.call_method("go_on", args)
@@ -153,7 +166,6 @@ class _Gathering:
         return tuple(self.units[block] for block in blocks)
 
 
-def _after(order: Sequence[str], block: str, count: int) -> Sequence[str]:
-    """Returns the next blocks of an order."""
-    place = order.index(block) + 1
-    return order[place : place + count]
+def _after(order: Sequence[str], block: str) -> Sequence[str]:
+    """Returns the blocks of an order after one of them."""
+    return order[order.index(block) + 1 :]

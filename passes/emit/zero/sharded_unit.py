@@ -13,17 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autotp.errors import REPORT, Error
 from autotp.ops.collectives import Started, start_gather, start_reduce_scatter
 from autotp.ops.eager_mode import apply_plain
 from autotp.passes.emit.zero.room import Room
-from autotp.sharding.boxes import local_of
+from autotp.sharding.boxes import local_of, rows_along
 
 
 @dataclass
@@ -60,6 +59,7 @@ class ShardedUnit(nn.Module):
 
     Attributes:
         rows: the parameters, DTensors in rows; in a simulation, whole ones.
+        following, preceding: the units that come after this one in forward, and in backward.
         is_whole: whether the memory has the parameters.
         sums_now: whether the end of a backward sums gradients; else they are added up until one does.
     """
@@ -70,10 +70,17 @@ class ShardedUnit(nn.Module):
         super().__init__()
         self.dtype, self.sums, self.room, self.names = dtype, sums, room, names
         self.rows: Sequence[Any] = ()
+        self._replicas: Sequence[_Replicas] = ()  # Of each parameter.
+        self.following, self.preceding = tuple[ShardedUnit, ...](), tuple[ShardedUnit, ...]()
         self.is_whole, self.sums_now = False, True
         self._grads: dict[int, Tensor] = {}  # Place of a parameter -> its whole gradient, of the microbatches so far.
         self._running: list[tuple[list[int], Started]] = []  # The parameters of each gather, and what waits for it.
         self._memories: list[Tensor] = []  # [replicas elements] each: rows, and zeros behind them.
+
+    def read(self, rows: Sequence[Tensor]) -> None:
+        """Takes the parameters of a step."""
+        if len(rows) != len(self.rows) or any(x is not y for x, y in zip(rows, self.rows, strict=True)):
+            self.rows, self._replicas = rows, [_replicas_of(x) for x in rows]
 
     # ---- nodes of a graph
 
@@ -84,8 +91,8 @@ class ShardedUnit(nn.Module):
             beside: the units that stay in the room for it.
             rows: the parameters.
         """
-        self.rows = rows
-        self._start(beside)
+        self.read(rows)
+        self._start(beside, self.following)
 
     def arrive(self, beside: Sequence[ShardedUnit]) -> tuple[Tensor, ...]:
         """Returns the whole parameters, on memory that stays while its unit is in the room.
@@ -95,7 +102,7 @@ class ShardedUnit(nn.Module):
         Args:
             beside: as for `start`.
         """
-        self._wait(beside)
+        self._come(beside, self.following)
         values = [self._view(i) for i in range(len(self.rows))]
         learning = [i for i, parameter in enumerate(self.rows) if parameter.requires_grad]
         if learning and torch.is_grad_enabled():
@@ -111,9 +118,7 @@ class ShardedUnit(nn.Module):
             beside: the other units that this call needs in the room.
             before: the units whose backward comes next: they are gathered while this one's runs.
         """
-        passed = self._passed(results, beside, before)
-        self._end()
-        return passed
+        return self._passed(results, beside, before)
 
     def go_on(self, results: Any, beside: Sequence[ShardedUnit]) -> Any:
         """Returns the results of a call that is not the block's last one; arguments as for `leave`."""
@@ -153,48 +158,41 @@ class ShardedUnit(nn.Module):
 
     def gather_again(self, beside: Sequence[ShardedUnit], before: Sequence[ShardedUnit]) -> None:
         """Makes the parameters whole for backward, and starts to gather the next ones; arguments as for `leave`."""
-        self._start(beside)
-        self._wait([*beside, *before])
-        for i, unit in enumerate(before):
-            unit._start([self, *beside, *before[:i]])
+        self._come([*beside, *before], self.preceding)
 
-    def end_backward(self, places: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Takes the gradients of whole parameters when the block's backward ends."""
-        self._end()
-        self.take(places, grads)
+    def _come(self, beside: Sequence[ShardedUnit], later: Sequence[ShardedUnit]) -> None:
+        """Waits for the parameters, and starts to gather later ones while the room has places."""
+        self._start(beside, later)
+        self._wait(beside, later)
+        while self.room is not None and (unit := self.room.next_ahead(self, beside, later)) is not None and unit.rows:
+            unit._start([self, *beside], later)
 
-    def _end(self) -> None:
-        if self.room is not None and self.room.end(self):
-            self.free()
-
-    def _start(self, beside: Sequence[ShardedUnit]) -> None:
-        for unit in self.room.let_in(self, beside) if self.room is not None else ():
+    def _start(self, beside: Sequence[ShardedUnit], later: Sequence[ShardedUnit]) -> None:
+        for unit in self.room.let_in(self, beside, later) if self.room is not None else ():
             unit.free()
         if self.is_whole or self._running:
             return
-        by_dtype: dict[torch.dtype, list[int]] = {}
+        together: dict[tuple[str | None, torch.dtype], list[int]] = {}
         for i, parameter in enumerate(self.rows):
-            by_dtype.setdefault(self._dtype_of(parameter), []).append(i)
-        for dtype, places in by_dtype.items():
+            together.setdefault((self._replicas[i].group, self._dtype_of(parameter)), []).append(i)
+        for (_, dtype), places in together.items():
             lengths = [self._length(i) for i in places]
             sent = torch.empty(sum(lengths), dtype=dtype, device=local_of(self.rows[0]).device)
             with torch.no_grad():
                 own = [_filled(local_of(self.rows[i]), n) for i, n in zip(places, lengths, strict=True)]
                 torch.cat(own, out=sent)
-            self._running.append((places, self._gather(sent)))
+            self._running.append((places, self._replicas[places[0]].gather(sent)))
 
-    def _wait(self, beside: Sequence[ShardedUnit]) -> None:
+    def _wait(self, beside: Sequence[ShardedUnit], later: Sequence[ShardedUnit]) -> None:
         """Fills the memory."""
         if self.is_whole:
             return
-        for unit in self.room.arrive(self, beside) if self.room is not None else ():
+        for unit in self.room.arrive(self, beside, later) if self.room is not None else ():
             unit.free()
-        if self.rows and not self._running:
-            raise Error(f"the parameters of `{self.names[0]}` are read, and nothing gathers them", fix=REPORT)
         if not self._memories:
             self._memories = [torch.empty(0)] * len(self.rows)
         for places, wait in self._running:
-            joined = wait().view(self._replicas, -1)
+            joined = wait().view(self._replicas[places[0]].number, -1)
             parts = [self._filled_memory(i, joined) for i in places]
             with torch.no_grad():
                 torch.split_with_sizes_copy(joined, [part.shape[1] for part in parts], dim=1, out=parts)
@@ -202,7 +200,7 @@ class ShardedUnit(nn.Module):
 
     def _filled_memory(self, place: int, joined: Tensor) -> Tensor:
         """Returns the memory of a parameter, with room: [replicas elements]"""
-        size = self._replicas, self._length(place)
+        size = self._replicas[place].number, self._length(place)
         memory = self._memories[place]
         if memory.shape != size or memory.dtype != joined.dtype:
             memory = self._memories[place] = joined.new_empty(size)
@@ -211,7 +209,7 @@ class ShardedUnit(nn.Module):
 
     def _view(self, place: int) -> Tensor:
         """Returns a whole parameter."""
-        shape = self.rows[place].shape
+        shape = self._replicas[place].shape
         # `data` has a version of its own: what fills the memory again is no change.
         return self._memories[place].view(-1)[: shape.numel()].view(shape).data
 
@@ -230,10 +228,10 @@ class ShardedUnit(nn.Module):
     def sum_gradients(self) -> None:
         """Starts to sum all gradients that were taken, once the sum before has arrived."""
         grads, self._grads = self._grads, {}
-        by_dtype: dict[torch.dtype, list[int]] = {}
+        together: dict[tuple[str | None, torch.dtype], list[int]] = {}
         for place in sorted(grads):
-            by_dtype.setdefault(self._dtype_of_sums(grads[place]), []).append(place)
-        for dtype, places in by_dtype.items():
+            together.setdefault((self._replicas[place].group, self._dtype_of_sums(grads[place])), []).append(place)
+        for (_, dtype), places in together.items():
             self.sums.finish()
             self.sums.running = self._start_sum(dtype, places, [grads[place] for place in places])
 
@@ -245,12 +243,11 @@ class ShardedUnit(nn.Module):
         return torch.promote_types(grad.dtype, torch.float32) if self.dtype else grad.dtype
 
     def _start_sum(self, dtype: torch.dtype, places: Sequence[int], grads: Sequence[Tensor]) -> Callable[[], None]:
-        replicas, lengths = self._replicas, [self._length(place) for place in places]
-        sent = torch.empty(replicas, sum(lengths), dtype=dtype, device=grads[0].device)
-        pieces = [_filled(grad, replicas * n).view(replicas, n) for grad, n in zip(grads, lengths, strict=True)]
+        replicas, lengths = self._replicas[places[0]], [self._length(place) for place in places]
+        sent = torch.empty(replicas.number, sum(lengths), dtype=dtype, device=grads[0].device)
+        pieces = [_filled(x, sent.shape[0] * n).view(-1, n) for x, n in zip(grads, lengths, strict=True)]
         torch.cat(pieces, dim=1, out=sent)
-        wait, rows = self._sum(sent.view(-1)), [self.rows[place] for place in places]
-
+        wait, rows = replicas.sum(sent.view(-1)), [self.rows[place] for place in places]
         complete = self.sums.complete
 
         def finish() -> None:
@@ -264,31 +261,65 @@ class ShardedUnit(nn.Module):
     # ---- sizes
 
     @property
-    def _group(self) -> str | None:
-        """The name of the replicas' group; None in a simulation, where each replica has the whole parameters."""
-        rows = self.rows[0]
-        return str(rows.device_mesh.get_group().group_name) if isinstance(rows, DTensor) else None
+    def nbytes(self) -> int:
+        """The bytes of the whole parameters as they are sent: with zeros where rows do not divide."""
+        sizes = (self._replicas[i].number * self._length(i) for i in range(len(self.rows)))
+        return sum(n * self._dtype_of(x).itemsize for n, x in zip(sizes, self.rows, strict=True))
 
     @property
-    def _replicas(self) -> int:
-        rows = self.rows[0]
-        return int(rows.device_mesh.size()) if isinstance(rows, DTensor) else 1
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes in which parameters are sent."""
+        return {self._dtype_of(x) for x in self.rows}
 
-    def _gather(self, sent: Tensor) -> Started:
-        group = self._group
-        return (lambda: sent) if group is None else start_gather(sent, group, 0, self._replicas * sent.numel())
-
-    def _sum(self, sent: Tensor) -> Started:
-        group = self._group
-        return (lambda: sent) if group is None else start_reduce_scatter(sent, group)
+    @property
+    def sums_by_dtype(self) -> dict[torch.dtype, int]:
+        """The bytes of the gradients that are summed, in each dtype."""
+        sizes = dict[torch.dtype, int]()
+        for i, parameter in enumerate(self.rows):
+            if parameter.requires_grad:
+                dtype = self._dtype_of_sums(parameter)
+                sizes[dtype] = sizes.get(dtype, 0) + self._replicas[i].number * self._length(i) * dtype.itemsize
+        return sizes
 
     def _length(self, place: int) -> int:
         """Returns the number of elements that each replica sends of a parameter: those of the first one's rows."""
-        shape = self.rows[place].shape
-        return -(-shape[0] // self._replicas) * shape[1:].numel()
+        replicas = self._replicas[place]
+        return -(-replicas.shape[0] // replicas.number) * replicas.shape[1:].numel()
 
     def _dtype_of(self, parameter: Tensor) -> torch.dtype:
         return self.dtype if self.dtype and parameter.is_floating_point() else parameter.dtype
+
+
+class _Replicas(NamedTuple):
+    """The ranks that have the rows of a parameter.
+
+    Attributes:
+        group: the name of their group; None in a simulation, where each has the whole parameter.
+        number: of ranks.
+        shape: of what they have together: of a stack of experts, those of one rank along `ep`.
+    """
+
+    group: str | None
+    number: int
+    shape: torch.Size
+
+    def gather(self, sent: Tensor) -> Started:
+        """Starts to gather what each of them sends."""
+        return (lambda: sent) if self.group is None else start_gather(sent, self.group, 0, self.number * sent.numel())
+
+    def sum(self, sent: Tensor) -> Started:
+        """Starts to sum what all of them send; each gets its part."""
+        return (lambda: sent) if self.group is None else start_reduce_scatter(sent, self.group)
+
+
+def _replicas_of(parameter: Any) -> _Replicas:
+    if not isinstance(parameter, DTensor):
+        return _Replicas(None, 1, parameter.shape)
+    mesh = parameter.device_mesh
+    last = mesh.ndim - 1
+    start, stop = rows_along(parameter, last)
+    shape = torch.Size((stop - start, *parameter.shape[1:]))
+    return _Replicas(str(mesh.get_group(last).group_name), mesh.size(last), shape)
 
 
 def _filled(x: Tensor, length: int) -> Tensor:
@@ -330,7 +361,7 @@ class _GatherUnit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        ctx.unit.end_backward(ctx.places, grads)
+        ctx.unit.take(ctx.places, grads)
         return None, None, *(None for _ in grads)
 
 

@@ -12,6 +12,7 @@ from autotp.tools.estimation.counts.pieces import ModelPiece, Parameter
 from autotp.tools.estimation.layout import AUTOTP, StepLayout
 from autotp.tools.estimation.price import Prices
 from autotp.tools.estimation.replicas import ReplicaWaits, Unit, exchanged, sums_of_buckets, sums_of_units, units_of
+from autotp.tools.estimation.result import RankGathers
 from autotp.training.pipeline.gradient_buckets import BUCKET
 from autotp.training.pipeline.schedule_actions import Action
 
@@ -61,7 +62,7 @@ def test_a_unit_is_a_block_and_one_is_all_else() -> None:
 def waits(zero: int, units: tuple[Unit, ...], practice: Any = AUTOTP, pp: int = 1, m: int = 2) -> ReplicaWaits:
     row = tuple(Action(0, half, i) for i in range(m) for half in ("F", "B"))  # type: ignore[arg-type]
     layout = StepLayout(batch=2 * m, dp=2, zero=zero, pp=pp)
-    return ReplicaWaits(layout=layout, practice=practice, device=DEVICE, units=[units], order=(row,))
+    return ReplicaWaits(layout=layout, practice=practice, device=DEVICE, units=[units], order=(row,), rooms=(2,))
 
 
 UNITS = (Unit(gather=1.0, sum=1.0), *[Unit(forward=2.0, backward=4.0, gather=1.0, sum=2.0)] * 2)
@@ -85,7 +86,7 @@ def test_zero_3_waits_in_every_pass() -> None:
     found = waits(3, UNITS)
     assert found.parts(Action(0, "F", 0), 0.0) == pytest.approx((2.0 + 1.0 * SLOWED, 0.0))
     assert found.parts(Action(0, "F", 1), 0.0) == pytest.approx((1.0 * SLOWED, 0.0))
-    assert found.of_rank(0) == (6, 0.0)
+    assert found.of_rank(0) == RankGathers(times=6, bytes=0.0, room=2)
     gathers, sums = found.parts(Action(0, "B", 1), 0.0)
     assert sums == 0.0 and gathers == pytest.approx(2.0 + 3.0 * SLOWED)
     assert found.tail == pytest.approx(1.0)

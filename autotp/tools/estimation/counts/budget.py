@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 from autotp.costs.hardware import Hardware
 from autotp.passes.emit.memory.budget import Allowance, MemoryChoice, budget_within, choice_under, too_small
 from autotp.passes.emit.memory.graph_table import GraphTable
-from autotp.passes.program.emitted import bytes_of_states, parameter_bytes
+from autotp.passes.emit.zero.room import FEWEST, whole_bytes
+from autotp.passes.program.emitted import bytes_beside, bytes_of_states, parameter_bytes
 from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
 from autotp.tools.estimation.counts.kept import piece_table, stage_table
 from autotp.tools.estimation.counts.pieces import Lowered, Recorded
 from autotp.tools.estimation.layout import StepLayout
-from autotp.tools.estimation.replicas import itemsize_of, zero_ranks
+from autotp.tools.estimation.replicas import gathers_once, itemsize_of, zero_ranks
 from autotp.training.pipeline.schedules import Engine
 
 
@@ -76,16 +78,17 @@ class Budgets:
     def fixed(self, recorded: Recorded, layout: StepLayout, run: Sequence[int]) -> int:
         """Returns the bytes of a stage's parameters, gradients, optimizer states and buffers."""
         pieces = [recorded.pieces[i] for i in run]
-        total = 0.0
-        names = {n for piece in pieces for n in piece.parameters}
-        count = len(names)
-        for parameter in (self.model.parameters[n] for n in names):
-            narrow = itemsize_of(layout, parameter.itemsize)
-            copy = parameter.elements * narrow * (narrow != parameter.itemsize)
-            replicas = zero_ranks(layout, parameter)
+        total, beside = 0.0, Counter[str]()
+        homes = {n: piece.name if n.startswith(f"{piece.name}.") else "" for piece in pieces for n in piece.parameters}
+        for name, block in homes.items():
+            parameter, replicas = self.model.parameters[name], zero_ranks(layout, self.model.parameters[name])
+            computed = parameter.elements * itemsize_of(layout, parameter.itemsize)
             states = bytes_of_states(parameter.elements, parameter.bytes, layout.state_bytes)
-            always, if_learning = parameter_bytes(parameter.bytes, copy, states, layout.zero, replicas, count)
+            always, if_learning = parameter_bytes(parameter.bytes, states, layout.zero, replicas)
             total += always + if_learning * parameter.learns
+            beside[block] += bytes_beside(parameter.bytes, computed, layout.zero, replicas)
+        few = layout.dp > 1 and not gathers_once(layout)
+        total += whole_bytes(beside, FEWEST if few else None)
         buffers = {
             name: value.bytes
             for piece in pieces

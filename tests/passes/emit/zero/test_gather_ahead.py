@@ -16,7 +16,8 @@ from trainers import order_of_a_step, started
 import autotp
 from autotp.passes.emit.outline import blocks, outlined
 from autotp.passes.emit.zero.gather_ahead import gather_ahead
-from autotp.passes.emit.zero.room import Room
+from autotp.passes.emit.zero.room import Room, gathered
+from autotp.passes.emit.zero.sharded_unit import ShardedUnit
 
 aten = torch.ops.aten
 NAMES = {"w": "h.0.weight", "v": "h.1.weight", "u": "h.2.weight", "s": "shared"}
@@ -39,7 +40,6 @@ def block_name(unit: Any) -> str:
     ("most", "expected"),
     [
         (2, "rest+() 0+() rest 0 1+(0) 0- 1 2+(1) 1-0 2 2-1"),
-        (3, "rest+() 0+() 1+(0) rest 0 2+(01) 0- 1 1-0 2 2-10"),
         (None, "rest+() 0+() 1+(0) 2+(01) rest 0 1 2"),
     ],
 )
@@ -55,6 +55,54 @@ def test_gather_ahead_starts_gathers_before_blocks(most: int | None, expected: s
             others = "".join(map(block_name, last))
             words.append({"start": f"{unit}+({others})", "arrive": unit, "leave": f"{unit}-{others}"}[str(node.target)])
     assert " ".join(words) == expected
+
+
+@pytest.mark.parametrize("most", range(2, 8))
+def test_nodes_gather_what_is_counted(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two forwards and backwards of five blocks, of which each gather is noted."""
+    blocks_of = [nn.Linear(4, 4) for _ in range(5)]
+    weights = [block.weight for block in blocks_of]
+    graph = draft(many_blocks, x=some(3, 4), **{f"w{i}": some(4, 4) for i in range(5)})
+    names = {f"w{i}": f"h.{i}.weight" for i in range(5)}
+    room = Room[ShardedUnit](most)
+    module = gather_ahead(outlined(graph, list(blocks(graph)), "block"), names, set(names.values()), None, room)
+    units = [part for part in module.children() if isinstance(part, ShardedUnit)]
+    passes, starts = list[list[str]](), ShardedUnit._start
+
+    def noted(unit: ShardedUnit, *args: Any) -> None:
+        there = unit in [*room.members]
+        starts(unit, *args)
+        passes[-1] += [unit.names[0]] * (not there)
+
+    monkeypatch.setattr(ShardedUnit, "_start", noted)
+    for unit, weight in zip(units, weights, strict=True):
+        unit.read([weight])
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        passes.append([])
+        (y,) = module(x, *weights)
+        passes.append([])
+        y.sum().backward()
+        assert len(room.members) <= most
+    units[0].sums.finish()
+    order = [unit.names[0] for unit in units]
+    assert passes == list(gathered([order, order[::-1]] * 2, most))
+    expected = torch.autograd.grad(sum_of(x, weights), weights)
+    assert_values_close([weight.grad for weight in weights], [2 * g for g in expected])
+
+
+def many_blocks(call: Any, x: Any, *weights: Any, **named: Any) -> fx.Node:
+    """Five blocks with a weight each."""
+    for i, weight in enumerate([*weights, *named.values()]):
+        x = call(aten.linear.default, x, weight)
+        x.meta["nn_module_stack"] = {"": (f"h.{i}", None)}
+    return x
+
+
+def sum_of(x: Tensor, weights: list[Tensor]) -> Tensor:
+    for weight in weights:
+        x = nn.functional.linear(x, weight)
+    return x.sum()
 
 
 def ordered(rank: int, n: int, zero: int) -> str:
