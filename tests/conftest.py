@@ -2,7 +2,8 @@
 
 `make test` runs the tests of the parts. `make test-rest` runs those marked `system` (of whole models and families of
 models, of processes that end, of the examples and the benchmarks), and those marked `costly`, which `seconds.txt` lists
-with COSTLY seconds or more, but for those marked `each_time`. With `--share 2/4` it runs the second of four shares, which take about as long.
+with COSTLY seconds or more, but for those marked `each_time`. With `--share 2/4` it runs the second of four shares,
+which take about as long.
 A test marked `rare` runs with `--all` only (`make test-all`): of many cases, those that a few others stand for.
 A test marked `not_on_cards`, with the reason, is skipped with `--cards`; all are where no cards can be pretended.
 What tests the examples and the benchmarks runs where it is named, or with `--all`.

@@ -140,7 +140,6 @@ def fixed_bytes(p: Program, graph: fx.Graph, settings: Options, seat: Seat = FIR
 
     Those of the rank that holds most. Under `distribute(compute_dtype=...)` parameters are taken to be in float32, with
     a copy in the dtype of computation.
-
     """
     zero, cast = getattr(settings, "zero", 0), getattr(settings, "compute_dtype", None)
     total, learning, beside = 0.0, dict[str, int](), Counter[str]()
