@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 import autotp
 from autotp.ops.grouped_mm import OPERATOR
+from autotp.runtime.torch_hooks.gradient_hooks import HooksOfStep
+from autotp.sharding.boxes import is_sharded, local_of
 from autotp.training.distribute import distribute
 
 checks = Checks(timeout=280)
@@ -65,7 +67,7 @@ def started(model: nn.Module, **layout: Any) -> autotp.Trainer:
 def train_beside_one_device(whole: nn.Module, **layout: Any) -> tuple[autotp.Trainer, torch.optim.AdamW]:
     """Three steps; each compares the loss, all gradients, their norm, and the loss of an evaluation."""
     trainer = started(copy.deepcopy(whole), **layout)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1) for m in (whole, trainer)]
+    optimizers = [torch.optim.AdamW(autotp.weight_decay_groups(m, 0.1), lr=0.01) for m in (whole, trainer)]
     for step in range(3):
         values = batch(step)
         for optimizer in optimizers:
@@ -113,6 +115,39 @@ def two_replicas_with_half_of_the_experts_train_as_one_device(rank: int, n: int)
         "first.router.weight": [4, 8], "first.router.bias": [4],
     }  # fmt: skip
     expect_state(trainer, whole, rank)
+
+
+class Centred(Mixture):
+    """Weights of experts that depend on those of all experts."""
+
+    def _groups(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        assert self.grouped is not None
+        ordered, places = chosen.sort()
+        ends = torch.histc(ordered.float(), self.number, 0, self.number - 1).cumsum(0, dtype=torch.int32)
+        up = self.up + self.up.mean(0, keepdim=True)
+        h = F.gelu(self.grouped(x[places], up, ends) + self.up_bias[ordered])
+        y = (self.grouped(h, self.down, ends) + self.down_bias[ordered]) * weights[places]
+        return y[places.argsort()]
+
+
+@checks.on(2)
+def weights_of_all_experts_are_computed_on_every_rank(rank: int, n: int) -> None:
+    whole = layers()
+    whole.first.__class__ = Centred
+    trainer, _ = train_beside_one_device(whole, dp=2, ep=2)
+    shapes = {name: list(local_of(p).shape) for name, p in trainer.named_parameters() if name.startswith("first.")}
+    assert shapes["first.up"] == [4, 8, 10] and shapes["first.down"] == [2, 10, 8]
+    expect_state(trainer, whole, rank)
+
+
+@checks.on(2)
+def gradients_are_summed_beside_backward(rank: int, n: int) -> None:
+    """From the second step on, but those of experts, which have all rows already."""
+    whole = layers()
+    trainer, _ = train_beside_one_device(whole, dp=2, ep=2)
+    sums = trainer._gradients.begin(HooksOfStep({}, {}))
+    beside = {name for name, parameter in trainer.named_parameters() if parameter in sums}
+    assert beside == {name for name, p in trainer.named_parameters() if not is_sharded(p)} != set()
 
 
 @checks.on(2)
@@ -193,7 +228,7 @@ def checkpoints_go_from_any_layout_to_any(rank: int, n: int) -> None:
         optimizer.step()
         after = autotp.full_state_dict(trainer)
         other = started(Layers().double(), **LAYOUTS[(number + 1) % len(LAYOUTS)])
-        resumed = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.1)
+        resumed = torch.optim.AdamW(autotp.weight_decay_groups(other, 0.1), lr=0.01)
         autotp.load_checkpoint(folder, other, resumed)
         loaded = autotp.full_state_dict(other)
         assert_values_close(other.step(**of_replica(batch(3), other)), loss, **CLOSE)
