@@ -610,7 +610,7 @@ def dual_pipe(prices: Prices, layout: StepLayout) -> float:
     step, pairs = timed_schedule(prices, layout), []
     for stage in step.stages:
         times = stage.times
-        exchange = times.spent["all-to-all ep"]
+        exchange = times.spent.get("all-to-all ep", 0.0)  # The first layers have no experts.
         computing = (times.forward + times.backward - exchange) * UNITS / (UNITS - SENDERS)
         pairs.append((max(computing, exchange), times.backward, times.weights))
     both, backward, weights = max(pairs)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import autotp
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.runtime.torch_hooks.gradient_hooks import HooksOfStep
-from autotp.sharding.boxes import is_sharded, local_of
+from autotp.sharding.boxes import local_of
 from autotp.training.distribute import distribute
 
 checks = Checks(timeout=280)
@@ -115,6 +115,11 @@ def two_replicas_with_half_of_the_experts_train_as_one_device(rank: int, n: int)
         "first.router.weight": [4, 8], "first.router.bias": [4],
     }  # fmt: skip
     expect_state(trainer, whole, rank)
+    # All rows have come to a rank's experts; other gradients are summed beside backward from the second step on.
+    sums = trainer._gradients.begin(HooksOfStep({}, {}))
+    assert {name for name, p in trainer.named_parameters() if p not in sums} == {
+        f"{layer}.{name}" for layer in ("first", "second") for name in ("up", "up_bias", "down", "down_bias")
+    }
 
 
 class Centred(Mixture):
@@ -138,16 +143,6 @@ def weights_of_all_experts_are_computed_on_every_rank(rank: int, n: int) -> None
     shapes = {name: list(local_of(p).shape) for name, p in trainer.named_parameters() if name.startswith("first.")}
     assert shapes["first.up"] == [4, 8, 10] and shapes["first.down"] == [2, 10, 8]
     expect_state(trainer, whole, rank)
-
-
-@checks.on(2)
-def gradients_are_summed_beside_backward(rank: int, n: int) -> None:
-    """From the second step on, but those of experts, which have all rows already."""
-    whole = layers()
-    trainer, _ = train_beside_one_device(whole, dp=2, ep=2)
-    sums = trainer._gradients.begin(HooksOfStep({}, {}))
-    beside = {name for name, parameter in trainer.named_parameters() if parameter in sums}
-    assert beside == {name for name, p in trainer.named_parameters() if not is_sharded(p)} != set()
 
 
 @checks.on(2)
