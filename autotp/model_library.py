@@ -79,10 +79,6 @@ class ModelLibrary:
         """Returns which weight of a model is quantized, and by whom, as text; "" if there is none."""
         return ""
 
-    def parameter_adapter(self, model: Any) -> str:
-        """Returns the name of a module whose adapter writes parameters in each call; "" if there is none."""
-        return ""
-
     def watch_calls(self) -> None:
         """Has calls of the library that take the ranks of one parallel model for replicas raise Error from here on."""
 

@@ -41,6 +41,7 @@ from torch.futures import Future
 import autotp
 
 BACKEND = "slowlink"
+ALL_REDUCE, ALL_TO_ALL = "all_reduce", "all_to_all"
 SHARES = (0.1, 0.25, 0.5, 1.0)
 """The time of a step's communication, as a share of the step with a free link."""
 WARM_UP = 3
@@ -53,32 +54,61 @@ class Link:
     Attributes:
         latency: seconds that each collective takes.
         seconds_per_byte: 0 for a free link.
+        only: the collective that takes time, and is counted; "" for all.
+        by_processor: whether the link's clock is the processor time of the thread that computes, plus `waited`.
+        waited: seconds by this clock for which that thread would have waited for the link.
         until: when the link has carried what it was given up to now.
         bytes, number: what was sent since the last `reset`, and in how many collectives.
     """
 
     latency: float = 0.0
     seconds_per_byte: float = 0.0
+    only: str = ""
+    by_processor: bool = False
+    waited: float = 0.0
     until: float = 0.0
     bytes: float = 0.0
     number: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def carry(self, size: float) -> float:
+    def carry(self, collective: str, size: float) -> float:
         """Returns when the link will have carried `size` more bytes."""
+        if self.only not in ("", collective):
+            return 0.0
         with self.lock:
             self.bytes, self.number = self.bytes + size, self.number + 1
-            self.until = max(self.until, time.perf_counter()) + self.latency + size * self.seconds_per_byte
+            self.until = max(self.until, self.now()) + self.latency + size * self.seconds_per_byte
             return self.until
+
+    def now(self) -> float:
+        """Returns the seconds of the link's clock."""
+        return time.thread_time() + self.waited if self.by_processor else time.perf_counter()
+
+    def wait(self, due: float) -> None:
+        """Sets a clock of processor time forward to when the link has carried something."""
+        self.waited += max(0.0, due - self.now())
 
     def reset(self, seconds_per_byte: float = 0.0, latency: float = 0.0) -> None:
         """Makes it a link of this speed, with nothing under way."""
         self.seconds_per_byte, self.latency = seconds_per_byte, latency
-        self.until, self.bytes, self.number = 0.0, 0.0, 0
+        self.until, self.bytes, self.number, self.waited = 0.0, 0.0, 0, 0.0
 
 
 LINK = Link()
 """The link of this process."""
+
+
+class Carried(dist.Work):
+    """A collective on a link with the clock of the processor: nothing sleeps, and a wait sets the clock forward."""
+
+    def __init__(self, work: dist.Work, due: float) -> None:
+        super().__init__()
+        self.work, self.due = work, due
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self.work.wait()
+        LINK.wait(self.due)
+        return True
 
 
 class SlowLink(dist.ProcessGroup):
@@ -109,9 +139,12 @@ class SlowLink(dist.ProcessGroup):
             except Exception as error:  # The waiting thread gets it.
                 future.set_exception(error)
 
-    def _started(self, work: Any, size: float, result: Any) -> Any:
+    def _started(self, collective: str, work: Any, size: float, result: Any) -> Any:
+        due = LINK.carry(collective, size)
+        if LINK.by_processor:
+            return Carried(work, due)
         future: Future[Any] = Future()
-        self._running.put((work, LINK.carry(size), future, result))
+        self._running.put((work, due, future, result))
         return _create_work_from_future(future)
 
     def _others(self) -> float:
@@ -119,24 +152,24 @@ class SlowLink(dist.ProcessGroup):
 
     def allreduce(self, xs: list[Tensor], opts: Any = None) -> Any:
         size = 2 * sum(x.nbytes for x in xs) * self._others()
-        return self._started(self.gloo.allreduce(xs, opts or dist.AllreduceOptions()), size, xs)
+        return self._started(ALL_REDUCE, self.gloo.allreduce(xs, opts or dist.AllreduceOptions()), size, xs)
 
     def allreduce_coalesced(self, xs: list[Tensor], opts: Any = None) -> Any:
         size = 2 * sum(x.nbytes for x in xs) * self._others()
         given = opts or dist.AllreduceCoalescedOptions()
-        return self._started(self.gloo.allreduce_coalesced(xs, given), size, xs)
+        return self._started(ALL_REDUCE, self.gloo.allreduce_coalesced(xs, given), size, xs)
 
     def allgather(self, outs: list[list[Tensor]], xs: list[Tensor], opts: Any = None) -> Any:
         size = sum(x.nbytes for x in outs[0]) * self._others()
-        return self._started(self.gloo.allgather(outs, xs), size, outs)
+        return self._started("all_gather", self.gloo.allgather(outs, xs), size, outs)
 
     def alltoall_base(self, out: Tensor, x: Tensor, received: list[int], sent: list[int], opts: Any = None) -> Any:
         size = x.nbytes * self._others()
         given = opts or dist.AllToAllOptions()
-        return self._started(self.gloo.alltoall_base(out, x, received, sent, given), size, out)
+        return self._started(ALL_TO_ALL, self.gloo.alltoall_base(out, x, received, sent, given), size, out)
 
     def broadcast(self, xs: list[Tensor], opts: Any = None) -> Any:
-        return self._started(self.gloo.broadcast(xs, opts or dist.BroadcastOptions()), xs[0].nbytes, xs)
+        return self._started("broadcast", self.gloo.broadcast(xs, opts or dist.BroadcastOptions()), xs[0].nbytes, xs)
 
     def barrier(self, opts: Any = None) -> Any:
         return self.gloo.barrier(opts or dist.BarrierOptions())

@@ -51,7 +51,9 @@ def _arithmetic_seconds(op: Op, device: Hardware) -> float:
 
 
 def _peak(op: Op, device: Hardware) -> float:
-    """Returns the peak for an operator's dtype: a vector register holds half as many numbers of 64 bits as of 32."""
+    """Returns the peak for an operator's dtype: registers hold twice as many numbers of half the bits."""
+    if op.dtype.itemsize == 1:
+        return 2 * device.matrix_flops
     if op.dtype == torch.float64:
         return device.vector_flops / 2
     return device.vector_flops if op.dtype == torch.float32 else device.matrix_flops

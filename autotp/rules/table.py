@@ -301,6 +301,7 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     routing.combine: Row(f.fixed("r *, r, s^ -> s^ *", ((0,),))),
     # Experts are cut over `ep` already, so over another axis only what is inside of an expert is cut.
     exchange.own: Row(f.fixed("e^ * -> o^ *", ((0,),)), T.MAY_ALIAS),
+    exchange.select_own: Row(f.fixed("e^ * -> o^ *", ((0,),)), T.MAY_ALIAS),
     exchange.exchange_counts: Row(f.fixed("s^ -> p^ r^ o^")),
     exchange.arrived_counts: Row(f.fixed("p^ r^ o^ -> o^")),
     exchange.arrival: Row(f.arriving),

@@ -144,11 +144,6 @@ def expect_ordinary(model: Any, remedy: str = "parallelize the original model on
             fix="the model in its own dtype, without quantize_ or quantization_config: each rank holds 1/tp of it",
             alternative="dtype=torch.bfloat16, and LoRA: autotp.parallelize(get_peft_model(model, config))",
         )
-    if subject := library().parameter_adapter(model):
-        raise Error(
-            f"`{subject}` has an adapter for `target_parameters`, which peft writes into the parameter in each call",
-            fix='LoraConfig(target_modules=["up_proj"]), for the weight of a module',
-        )
     expect_unwrapped(model)
     expect_no_node_hooks(model)
     _expect_forward(model)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
 from threading import Thread, current_thread
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -289,8 +289,7 @@ class Trainer(InGraphs, HasHoldings):
         self._pipelines = [self._pipeline(key, shapes, analysis, stages, checksums_of(analysis, lowered))]
         self._gradients = ReplicaGradients(
             self, self.shared, self._several, mesh.get_group("dp"), alone=mesh["pp"].size() == 1,
-            # Graphs that gather sum by themselves, and a bucket takes plain tensors.
-            under_backward=mesh["dp"].size() > 1 and not training.zero and not self._exchanges,
+            under_backward=mesh["dp"].size() > 1 and not training.zero,  # Graphs that gather sum by themselves.
             experts=self._experts, copies=group_of(self._copies) if self._sums_copies else None,
         )  # fmt: skip
         self._hooks = HooksOfStep({}, {})
@@ -581,6 +580,22 @@ class Trainer(InGraphs, HasHoldings):
         """
         raise Error("a trainer cannot be called", fix="trainer.step(...), or trainer.evaluate(...)")
 
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises Error: a parallel model generates, with the parameters of a trainer.
+
+        Args:
+            args, kwargs: ignored.
+
+        Raises:
+            Error: always.
+        """
+        raise Error(
+            "a trainer does not generate: its ranks have stages, other rows, or other experts",
+            fix="model = autotp.parallelize(MODEL, tp), then autotp.load_full_state_dict(model, "
+            "autotp.full_state_dict(trainer)) and model.generate(...), on every rank",
+            alternative="autotp.save_pretrained(trainer, path), and autotp.from_pretrained(path, tp)",
+        )
+
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs forward and backward, adds to each `.grad`, and returns the loss of the whole batch (shape []).
 
@@ -621,7 +636,10 @@ class Trainer(InGraphs, HasHoldings):
         loss = self._named_if_lost("Trainer.step", lambda: self._sum_losses(pipeline, losses))
         if self._expert_numbers:
             loads = [load for graph in pipeline.stages.values() for load in graph.loads]
-            how = loads, self._training.microbatches, not self.place.rank, self._ranks
+            # The ranks along `tp` have the same rows, and those along `cp` of some layers.
+            counted = [] if self.place.rank else [*self._expert_numbers]
+            counted = [name for name in counted if not self.place.cp_rank or name not in pipeline.experts_of_all]
+            how = loads, self._training.microbatches, counted, self._ranks
             self._load = self._named_if_lost("Trainer.step", lambda: load_of_step(self._expert_numbers, *how))
         if self._scaler is None:
             within("Trainer.step", lambda: self._expect_finite(loss))

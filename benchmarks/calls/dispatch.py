@@ -4,8 +4,12 @@
 
 Two replicas of a small mixture have half of its experts each (`distribute(dp=2, ep=2)`). They are on one machine, and
 the link between them is that of `benchmarks/overlap.py`: it takes a given part of a step, and no time of a processor.
-Each round has a step of each way on each link; what is hidden is the part of the link's time that a step does not wait
-for. All numbers are medians over the rounds, with their quartiles.
+It carries the exchanges of rows and of their counts; sums of gradients take no time on it. Each round has a step of
+each way on each link; what is hidden is the part of the link's time that a step does not wait for. All numbers are
+medians over the rounds, with their quartiles.
+
+Its clock is the processor time of the thread that computes, set forward by each wait. So other work on the machine does
+not count, nor that one rank waits for the other: both would compute for as long.
 """
 
 from __future__ import annotations
@@ -23,8 +27,7 @@ import torch.distributed as dist
 from transformers import MixtralConfig, MixtralForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from overlap import LINK, Row, connect
-from step import in_turn
+from overlap import ALL_TO_ALL, HEADER, LINK, Row, connect
 
 import autotp
 
@@ -55,38 +58,39 @@ def trainers(rows: int, length: int) -> dict[str, Callable[[], torch.Tensor]]:
 
 def measure(rows: int, length: int, rounds: int, shares: Sequence[float]) -> list[Row]:
     """Returns a row of each way on each link."""
-    LINK.reset()
+    LINK.only, LINK.by_processor = ALL_TO_ALL, True
     steps = trainers(rows, length)
-    carried = {}
-    for way, step in steps.items():
-        for _ in range(4):
+    for step in steps.values():
+        for _ in range(3):
             step()
-        LINK.reset()
-        step()
-        carried[way] = LINK.bytes
-    free = statistics.median(taken.wall for taken in in_turn({"": steps["whole"]}, 5, "cpu")[""])
-    agreed = torch.tensor(free, dtype=torch.float64)
-    dist.broadcast(agreed, 0)
-    speeds = {share: share * agreed.item() / carried["whole"] for share in shares}
-
-    def on_link(step: Callable[[], torch.Tensor], speed: float) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            LINK.reset(speed)
-            return step()
-
-        return run
-
-    turns = in_turn(
-        {(way, s): on_link(step, v) for s, v in {0.0: 0.0, **speeds}.items() for way, step in steps.items()},
-        rounds, "cpu",
-    )  # fmt: skip
     LINK.reset()
-    times = {key: [taken.wall for taken in each] for key, each in turns.items()}
+    free = torch.tensor(statistics.median(taken(steps["whole"])[0] for _ in range(3)), dtype=torch.float64)
+    dist.broadcast(free, 0)
+    times: dict[tuple[float, str], list[tuple[float, float]]] = {(share, way): [] for share in shares for way in WAYS}
+    LINK.reset()
+    taken(steps["whole"])
+    speed = free.item() / LINK.bytes  # Of a link that takes as long as the step.
+    carried = dict.fromkeys(times, 0.0)
+    for _ in range(rounds):
+        for (share, way), each in times.items():
+            LINK.reset(share * speed)
+            each.append(taken(steps[way]))
+            carried[share, way] = LINK.bytes * share * speed
+    free_times = {key: [seconds - waited for seconds, waited in each] for key, each in times.items()}
     return [
-        Row("mixtral", way, s, times[way, 0.0], times["whole", 0.0], times[way, s], carried[way] * speed)
-        for s, speed in speeds.items()
-        for way in steps
-    ]
+        Row(
+            "mixtral", way, share, free_times[share, way], free_times[share, "whole"], [seconds for seconds, _ in each],
+            carried[share, way],
+        )
+        for (share, way), each in times.items()
+    ]  # fmt: skip
+
+
+def taken(step: Callable[[], torch.Tensor]) -> tuple[float, float]:
+    """Returns the seconds of a step by the link's clock, and the part of them for which it waits."""
+    begin, waited = LINK.now(), LINK.waited
+    step()
+    return LINK.now() - begin, LINK.waited - waited
 
 
 def main() -> None:
@@ -100,7 +104,7 @@ def main() -> None:
     connect(timeout=timedelta(minutes=5))
     measured = measure(args.rows, args.length, args.rounds, args.shares)
     if dist.get_rank() == 0:
-        print(*measured, sep="\n")
+        print(HEADER, *measured, sep="\n")
     dist.destroy_process_group()
 
 

@@ -21,7 +21,7 @@ from autotp.ops.experts import rows as routing
 from autotp.passes.check.erase import target_name
 from autotp.source_location import line_of
 
-MOVES = (exchange.own, exchange.to_experts, exchange.to_rows)
+MOVES = (exchange.own, exchange.select_own, exchange.to_experts, exchange.to_rows)
 """Functions whose result is their first operand, in the graph before."""
 OWN_ROWS, OWN_EXPERTS = "rows", "experts"
 Kinds = frozenset[Any]
@@ -94,6 +94,10 @@ def _kinds(node: fx.Node, kinds: Mapping[fx.Node, Kinds], inputs: Collection[str
             _refuse(node, f"is not the only reader of a parameter, `{parameter}`")
         if node.args[1] != ep or (part[0] * ep, *part[1:]) != tuple(whole):
             _refuse(node, f"is not one of {ep} parts of `{parameter}`")
+        return frozenset([OWN_EXPERTS])
+    if node.target is exchange.select_own:
+        if kinds[node.args[0]] or node.args[2] != ep:  # type: ignore[index]
+            _refuse(node, f"is not one of {ep} parts of what every rank has")
         return frozenset([OWN_EXPERTS])
     if node.target in (exchange.to_experts, exchange.to_rows):
         return _moved(node, kinds)

@@ -28,9 +28,9 @@ from autotp.rules.traits import in_place_of
 COMMUNICATING = frozenset({
     collectives.copy, collectives.reduce, collectives.scatter, collectives.gather, collectives.all_gather,
     collectives.reduce_scatter, collectives.all_to_all, collectives.halo, collectives.share, together, async_linear,
-    exchange.exchange_counts, exchange.to_experts, exchange.to_rows,
+    exchange.exchange_counts, exchange.to_experts, exchange.to_rows, exchange.select_own,
 })  # fmt: skip
-"""Operators whose second argument is the mesh axis over which they communicate."""
+"""Operators whose second argument is the mesh axis over which they communicate, or whose part they take."""
 
 
 def bind(

@@ -15,11 +15,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.ops import collectives
 from autotp.ops.experts import rows as routing
 from autotp.ops.experts.load import LoadNotes, load_of_choice, load_of_ends
+from autotp.passes.emit.bind import COMMUNICATING
 from autotp.passes.plan.infer_axes import is_getitem
 from autotp.rules.call import arguments_of, operand_nodes
 from autotp.rules.registry import is_grouped
+
+MAKE_WHOLE = (collectives.copy, collectives.reduce, collectives.gather, collectives.all_gather)
+"""Conjugates whose result every rank has whole."""
 
 
 def count_load(graph: fx.Graph, names: Mapping[str, str]) -> fx.Graph:
@@ -59,6 +64,24 @@ def layers_of_experts(graph: fx.Graph, names: Mapping[str, str]) -> Iterator[tup
         weight, target, args, number = counted
         if (name := names.get(_parameter(weight).name)) is not None:
             yield (name.rpartition(".")[0], args[0]), (target, args, number)
+
+
+def experts_of_all(graph: fx.Graph, names: Mapping[str, str], axis: str) -> frozenset[str]:
+    """Returns the modules of experts whose rows are the same on all ranks along a mesh axis, where these have parts.
+
+    Args:
+        graph: with the conjugates of this axis.
+        names: placeholder -> parameter.
+    """
+    parts = set[fx.Node]()
+    for node in graph.nodes:
+        if node.target in COMMUNICATING and node.args[1] == axis:
+            is_part = node.target not in MAKE_WHOLE
+        else:
+            is_part = not parts.isdisjoint(node.all_input_nodes)
+        if is_part:
+            parts.add(node)
+    return frozenset(name for (name, choice), _ in layers_of_experts(graph, names) if choice not in parts)
 
 
 def _parameter(weight: Any) -> Any:

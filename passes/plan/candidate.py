@@ -13,7 +13,7 @@ from torch import fx
 from autotp.passes.plan.infer_axes import Axes, Bound, Factor
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
-from autotp.sharding.axis import Axis, touches
+from autotp.sharding.axis import Axis, Size, touches
 
 aten = torch.ops.aten
 ATTENTION, MLP = "QKV -> attention -> projection", "linear -> activation -> linear"
@@ -89,17 +89,31 @@ def maker(node: fx.Node) -> fx.Node:
 
 
 def root(node: fx.Node) -> fx.Node:
-    """Returns the placeholder that a value views, scales or takes rows of; the value itself if there is none."""
+    """Returns the placeholder that a value views, scales, adds to or takes rows of; the value itself if there is none.
+
+    A weight with an adapter is such a sum.
+    """
     while node.op != "placeholder":
         if has(node.target, Trait.ROWS):
             node = node.args[0]  # type: ignore[assignment]
         elif node.target is aten.mul.Tensor and _scaled(node) is not None:
             node = _scaled(node)  # type: ignore[assignment]
+        elif node.target is aten.add.Tensor and (weight := _added_to(node)) is not None:
+            node = weight
         elif len(node.all_input_nodes) == 1:
             node = node.all_input_nodes[0]
         else:
             break
     return node
+
+
+def _added_to(node: fx.Node) -> fx.Node | None:
+    """Returns the one placeholder among the terms of a sum of fixed size, as a sum of weights is; else None."""
+    sizes = [Size.of(n) for n in node.meta["val"].shape]
+    if any(size.symbols for size in sizes):
+        return None
+    terms = {term for term in map(root, node.all_input_nodes) if term.op == "placeholder"}
+    return terms.pop() if len(terms) == 1 else None
 
 
 def _scaled(node: fx.Node) -> fx.Node | None:

@@ -101,7 +101,8 @@ def _describe(
         if find(candidate.leaf) not in ranks:
             candidate.name, candidate.pattern = _recognised(candidate, axes, inputs, local_outputs)
         candidate.weights = _weights(candidate, axes)
-        candidate.hub = len(_partners(candidate, axes) - set(ranks)) > 2
+        partners = _partners(candidate, axes)
+        candidate.hub = sum(not any(leaf in ranks for leaf in leaves(axis)) for axis in partners) > 2
 
 
 def _recognised(
@@ -127,7 +128,7 @@ def _recognised(
 
 
 def _is_rank(candidate: Candidate, axes: Axes) -> bool:
-    """True for the rank of a low-rank product, LoRA's `B(A(x))`: two weights with only views and casts between.
+    """True for the rank of a low-rank product, LoRA's `B(A(x))` or `B @ A`: weights with only views and casts between.
 
     It is narrower than the axes around it, so a cut divides few weights, at the communication of a width.
     """
@@ -136,8 +137,11 @@ def _is_rank(candidate: Candidate, axes: Axes) -> bool:
     # The weight is [r d], with r*d elements: this says r < d.
     narrow = candidate.leaf.size.number**2 < max(p.meta["val"].numel() for p in candidate.parameters)
     plain = all(bound.rule.linear and len(bound.operands) == 1 for bound in between)
-    weighed = all(_reads_weight(node, axes, factor) for node, factor in candidate.nodes if node in products)
-    return len(products) == 2 and narrow and plain and weighed
+    ends = [
+        root(axes.bound[node].operands[i]) for node, factor in candidate.nodes if node in products for i in factor.ins
+    ]
+    # `B(A(x))` reads a weight in each of two products, `B @ A` two in one.
+    return len(products) in (1, 2) and sum(end.op == "placeholder" for end in ends) == 2 and narrow and plain
 
 
 def _closed(candidate: Candidate, axes: Axes, local_outputs: Collection[fx.Node]) -> bool:

@@ -8,7 +8,6 @@ from torch import fx
 
 from autotp.errors import Error
 from autotp.passes.check.expert_rows import expect_expert_rows
-from autotp.passes.lower.dce import dce
 from autotp.passes.lower.decompose import decompose
 from autotp.passes.lower.defer_reductions import defer_reductions
 from autotp.passes.lower.losses.linear_cross_entropy import linear_cross_entropy
@@ -80,9 +79,9 @@ def with_experts(p: ProgramWithAxes) -> ProgramWithAxes:
 
 def with_expert_parallelism(p: ProgramWithAxes) -> ProgramWithAxes:
     """Returns the program of a rank that has some experts, and computes the rows of all ranks along `ep` for them."""
-    graph = dce(expert_parallel(p.graph, p.axes, p.captured.parameters, p.options.ep))
+    graph = expert_parallel(p.graph, p.axes, p.captured.parameters, p.options.ep)
     expect_expert_rows(p.graph, graph, p.captured.inputs, p.options.ep)
-    notes = {**p.notes, "experts": described(graph, p.options.ep)}
+    notes = {**p.notes, "experts": described(graph, p.options.ep, p.captured.parameters)}
     return replace(p, graph=graph, axes=infer_axes(graph), notes=notes)
 
 

@@ -44,6 +44,12 @@ def test_on_a_cpu_arithmetic_counts_and_numbers_of_64_bits_are_half_as_fast() ->
     assert op_seconds(replace(product, dtype=torch.float64), cpu) == 2 * op_seconds(product, cpu)
 
 
+def test_products_of_8_bits_have_twice_the_peak() -> None:
+    wide = Op(name="mm", kind="product", phase="forward", shape=(1, 8192, 8192, 8192), dtype=torch.bfloat16)
+    times = [op_seconds(replace(wide, dtype=dtype), A100) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
+    assert 1.9 < times[0] / times[1] <= 2.01
+
+
 def test_other_operators_move_memory() -> None:
     op = Op(
         name="add",

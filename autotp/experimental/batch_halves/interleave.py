@@ -235,7 +235,8 @@ class _Writing:
         """Writes a call in the block of its reader, with the example value of `x`."""
         call = self.graph.call_function(target, args)
         call.meta = {**reader.meta, "val": x.meta["val"]}
-        if self.first is None:
+        # Rows of other types travel, too, such as a mask of rows: they have no gradient to wait for.
+        if self.first is None and _is_floating(call):
             self.first = call
         return call
 

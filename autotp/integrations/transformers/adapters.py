@@ -6,6 +6,11 @@ wholes, and makes whole adapters.
 peft puts modules of its own around the model (`PeftModel`). They become the parallel model, in which the model that was
 parallel before is a part: as if it had been made parallel after peft, but each new parameter is whole on every rank.
 
+NOTE [Adapters of parameters]
+An adapter of a parameter (peft's `target_parameters`), such as a stack of experts, registers a parametrization in each
+call, and so takes the parameter out of its module and puts it back. A graph cannot do that, and need not: while it is
+captured, the module has the adapted weight as an ordinary attribute, which Python finds before the parameter.
+
 This module does not import peft before the user's program does.
 """
 
@@ -13,13 +18,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import wraps
 from typing import Any, NoReturn, cast
+from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 
 from autotp.attached import first_time
@@ -56,6 +63,39 @@ def already_saved(model: nn.Module) -> Iterator[None]:
 def is_saved(model: Any) -> bool:
     """True for a model that `already_saved` names."""
     return model in _saved.get()
+
+
+# ---- adapters in a capture
+
+
+def adapters_as_operators() -> AbstractContextManager[Any]:
+    """Returns a region in which a call adds adapters to parameters by operators: NOTE [Adapters of parameters]"""
+    # Without peft there is no such adapter.
+    adapter: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
+    return nullcontext() if adapter is None else patch.object(adapter, "_activate_lora", _adapted)
+
+
+@contextmanager
+def _adapted(adapter: Any, names: Sequence[str]) -> Iterator[None]:
+    """A region in which a module reads its parameter with the products of the active adapters added."""
+    module, weight = adapter.get_base_layer(), adapter.get_param()
+    with torch.autocast(weight.device.type, enabled=False):  # The sum has the dtype of the parameter, as in peft.
+        for name in names:
+            if name in adapter.lora_A:
+                weight = _added(adapter, name, weight)
+    vars(module)[adapter.parameter_name] = weight
+    try:
+        yield
+    finally:
+        del vars(module)[adapter.parameter_name]
+
+
+def _added(adapter: Any, name: str, weight: Tensor) -> Tensor:
+    """Returns a weight plus an adapter's product; a stack of matrices needs no second tensor of its size for it."""
+    if adapter.num_experts == 1:
+        return weight + adapter.get_delta_weight(name)
+    left, right, scale = adapter.get_delta_factors(name)
+    return torch.baddbmm(weight, left, right, alpha=scale)
 
 
 # ---- adapters of a model that is parallel already
@@ -271,6 +311,26 @@ class Adapts:
         agree(model.mesh, look)
         parent: Any = super()
         return parent.load_adapter(str(folder), adapter_name, is_trainable, **({"torch_device": "cpu"} | options))
+
+
+def has_adapters(model: Any) -> bool:
+    """True for a model of peft, of which adapters are saved and no more."""
+    return isinstance(model, getattr(sys.modules.get("peft"), "PeftModel", ()))
+
+
+def save_of_trainer(trainer: Any, folder: str | os.PathLike[str]) -> None:
+    """Gathers the adapters of a trainer, and saves them by peft on the first rank. All ranks call it.
+
+    Raises:
+        Error: on every rank: the file system fails.
+    """
+    state = full_state_dict(trainer, _names_of_adapters(trainer.skeleton).__contains__)
+
+    def write() -> None:
+        if trainer.everyone.rank == 0:
+            trainer.skeleton.save_pretrained(folder, state_dict=state)
+
+    agree(trainer.everyone, write)
 
 
 def _like_another(name: str, parameter: Tensor, adapter: str, layouts: Mapping[str, Layout]) -> Layout | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -119,13 +118,6 @@ class Transformers(ModelLibrary):
         """Returns which weight of a model a library keeps quantized."""
         return quantized.quantized_weight(model) or super().quantized_weight(model)
 
-    def parameter_adapter(self, model: Any) -> str:
-        """Returns the name of a module with an adapter for `target_parameters` of peft; "" if there is none."""
-        # `isinstance(x, ())` is False: without peft there is no such module.
-        wrapper: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
-        paths = (path for path, module in model.named_modules() if isinstance(module, wrapper))
-        return next(paths, "") or super().parameter_adapter(model)
-
     def watch_calls(self) -> None:
         """Has accelerate see replicas as its processes, and Trainer save the whole, also if they are imported later."""
         after_import(WATCHED, partial(change_all, CHANGES))
@@ -161,7 +153,8 @@ class Transformers(ModelLibrary):
         """
         with (
             pages_in_operators(), masks.as_on_one_device(exactly, looks), spec_augment.masks_as_operators(),
-            scipy_assignment.assignments_as_operators(), super().during_capture(exactly, looks),
+            scipy_assignment.assignments_as_operators(), adapters.adapters_as_operators(),
+            super().during_capture(exactly, looks),
         ):  # fmt: skip
             yield
 

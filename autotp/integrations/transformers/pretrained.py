@@ -30,6 +30,7 @@ from autotp.arguments import expect_arguments
 from autotp.distributed.agreement import Fact, agree, gather_texts, on_first_replica
 from autotp.distributed.mesh import Mesh, gather_ints, make_mesh, tell_errors
 from autotp.errors import Error, within
+from autotp.integrations.transformers import adapters
 from autotp.integrations.transformers.files.checksum_file import (
     SIDE_FILE,
     STALE,
@@ -146,6 +147,8 @@ def save_pretrained(
 ) -> None:
     """Writes a model of transformers into the folder `path`, for transformers' own `from_pretrained(path)` and vLLM.
 
+    Of a model of peft it writes the adapters, for `PeftModel.from_pretrained(model, path)`.
+
     config.json and generation_config.json are the model's; a tokenizer's files are copied from the folder that the
     model was read from. The first rank writes. Of a parallel model no rank holds more than its shards and 64 MB; of a
     trainer, its shards and one whole tensor. A save that fails leaves the folder as it was. Files that do not belong to
@@ -171,7 +174,11 @@ def save_pretrained(
     if isinstance(model, Trainer):
         name = type(model.skeleton).__name__
         return within(f"save_pretrained({name}, {path})", lambda: _save_trained(model, path, max_shard_size, dtype))
-    parallel = parallel_of(model, "save_pretrained")
+    parallel: Any = parallel_of(model, "save_pretrained")
+    if adapters.has_adapters(parallel):
+        return within(
+            f"save_pretrained({type(parallel).__name__}, {path})", lambda: _save_adapters(parallel, path, dtype)
+        )
 
     def run() -> None:
         mesh = parallel.mesh.alone()
@@ -391,10 +398,18 @@ def _listed(names: Iterable[str]) -> str:
 # ---- saving
 
 
+def _save_adapters(model: Any, path: str | os.PathLike[str], dtype: torch.dtype | None) -> None:
+    if dtype is not None:
+        raise Error("adapters are saved in the dtype that they have", fix="dtype=None")
+    adapters.save_of_trainer(model, path) if isinstance(model, Trainer) else model.save_pretrained(path)
+
+
 def _save_trained(
     trainer: Trainer, path: str | os.PathLike[str], max_shard_size: int | str, dtype: torch.dtype | None
 ) -> None:
     """Writes the model of a trainer. A rank of a pipeline holds only the tensors of its stages."""
+    if adapters.has_adapters(trainer.skeleton):
+        return _save_adapters(trainer, path, dtype)
     parts, everyone = holdings_of(trainer, "save_pretrained"), trainer.everyone
 
     def largest_file() -> int:

@@ -27,6 +27,15 @@ def own(weight: Tensor, ranks: int) -> Tensor:
     return weight.view_as(weight)
 
 
+def select_own(weights: Tensor, group: str | None, ranks: int) -> Tensor:
+    """Returns the weights of this rank's experts, of weights that every rank has. [experts ...] -> [experts/ranks ...]
+
+    Backward gives zeros for the others: the sum over the ranks has each expert's gradient once.
+    """
+    experts = len(weights) // ranks
+    return weights.narrow(0, experts * (0 if group is None else seat(group)[0]), experts)
+
+
 def exchange_counts(
     chosen: Tensor, group: str | None, number: int, grouped: bool, capacity: float | None = None
 ) -> Tensor:

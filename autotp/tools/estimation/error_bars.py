@@ -47,7 +47,8 @@ ERRORS: Mapping[str, tuple[float, ...]] = {
 """Kind of number -> errors of the rows that test it, in percent."""
 FULLEST = 0.72
 """The part by which the rows of the fullest expert exceed the mean, under a balancing loss: `MaxVio` of the model of 1B
-parameters in Wang et al. 2024 (arXiv 2408.15664), table 2. A step waits for the rank with the most rows."""
+parameters in Wang et al. 2024 (arXiv 2408.15664), table 2, cited from memory. A step waits for the rank with the most
+rows."""
 STATE = ("weights", "copies", "gradients", "optimizer")
 """The kinds of memory that stay from step to step."""
 TESTED = {"a100-80gb": "step a100", "a100-40gb": "step a100"}

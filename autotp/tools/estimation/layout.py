@@ -133,6 +133,8 @@ class Practice:
         listed: whether ZeRO gathers into a list of tensors, one for each replica: NCCL fills one tensor, and each part
             of it is copied by a kernel of its own; likewise before sums.
         early_stop: whether what is computed again ends where backward needs no more.
+        products: the dtype of the operands of products with 16 bits; None: their own. float8 has twice their peak.
+        exchange: the part that is sent of the bytes of rows on their way to experts and back.
         without: passes of autotp that the library has nothing like.
     """
 
@@ -151,6 +153,8 @@ class Practice:
     units: Literal["block", "parameter"] = "block"
     listed: bool = False
     early_stop: bool = True
+    products: torch.dtype | None = None
+    exchange: float = 1.0
     without: tuple[str, ...] = ()
 
 

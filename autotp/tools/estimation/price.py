@@ -21,7 +21,7 @@ from autotp.passes.pipeline.stages import partition
 from autotp.passes.program.emitted import bytes_of_states
 from autotp.tools.estimation.counts.activations import StageMemory, stage_memory
 from autotp.tools.estimation.counts.budget import Budgets, StageChoice, stage_choices
-from autotp.tools.estimation.counts.kernels import fused
+from autotp.tools.estimation.counts.kernels import fused, narrowed
 from autotp.tools.estimation.counts.pieces import Lowered, Parameter, Recorded, recorded, whole_flops
 from autotp.tools.estimation.counts.scale import scaled, scaled_reads
 from autotp.tools.estimation.layout import AUTOTP, FOREACH, Practice, StepLayout
@@ -135,8 +135,8 @@ class Prices:
             training = self.model.training
             tp, cp, ep = self.model.program.tp, training.cp, training.ep
             turns = training.overlap != "none" and training.recompute == "none"
-            beside = self.practice.beside_products
-            records = self.pieces(rows).records
+            practice, beside = self.practice, self.practice.beside_products
+            records = [narrowed(x, practice.products, practice.exchange) for x in self.pieces(rows).records]
             self._times[rows] = [piece_times(x, self.device, tp, cp, turns, beside, ep) for x in records]
         return self._times[rows]
 
@@ -386,9 +386,10 @@ def _exchange_ends(prices: Prices, layout: StepLayout, step: Simulated, rank: in
     total = sum(seconds for timed in sums.values() for _, seconds in timed)
     halves = any(half != "B" for _, half in last.values())
     # Small gradients are copied to a bucket; behind backward they are copied back, under it they stay there.
-    # The trainer sums behind backward where ranks have experts of their own.
-    overlapped = practice.overlapped and (layout.ep == 1 or layout.zero > 0)
-    copied = (2 if overlapped else 4) * prices.copied(names) if practice.buckets and not layout.zero else 0
+    overlapped = practice.overlapped
+    # Beside experts of a rank's own gradients are DTensors, which are copied back under backward, too.
+    stay = overlapped and layout.ep == 1
+    copied = (2 if stay else 4) * prices.copied(names) if practice.buckets and not layout.zero else 0
     done += copied / (device.memory_bandwidth * device.memory_sustained)
     if not overlapped or (halves and layout.zero):
         return done + total

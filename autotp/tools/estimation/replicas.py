@@ -155,7 +155,9 @@ def sums_of_buckets(
     def close(of_experts: bool) -> None:
         if filled[of_experts]:
             seconds = collective_seconds("all-reduce", filled[of_experts], groups[of_experts], prices.device)
-            sums.append((now, seconds))
+            # The trainer sums those of experts that are cut over replicas behind backward.
+            known = sum(backward) if of_experts else now
+            sums.append((known, seconds))
         filled[of_experts] = 0.0
 
     start = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,7 +58,7 @@ class ExpertLoad:
 
 
 def load_of_step(
-    numbers: Mapping[str, int], loads: Sequence[LoadNotes], microbatches: int, counts_once: bool, ranks: Mesh
+    numbers: Mapping[str, int], loads: Sequence[LoadNotes], microbatches: int, counted: Collection[str], ranks: Mesh
 ) -> ExpertLoad:
     """Returns the load of a step. All ranks call it.
 
@@ -66,14 +66,14 @@ def load_of_step(
         numbers: module of experts -> their number, of all stages, the same on every rank.
         loads: what this rank's stages have counted.
         microbatches: the number of calls that count: torch's pipeline begins with a trial of shapes, which does not.
-        counts_once: whether this rank counts: the ranks along `tp` have the same rows.
+        counted: the modules that this rank counts: of ranks with the same rows one does.
     """
     sums = {name: torch.zeros(number + 1, dtype=torch.int64, device=ranks.device) for name, number in numbers.items()}
-    for load in loads if counts_once else ():
+    for load in loads:
         for call in load.calls[-microbatches:]:
-            for name, counted in zip(load.names, call, strict=True):
-                if name in sums:  # A batch of another kind may run layers that the first one does not.
-                    sums[name] += counted
+            for name, counts in zip(load.names, call, strict=True):
+                if name in sums and name in counted:  # A batch of another kind may run other layers than the first.
+                    sums[name] += counts
     all_counts = reduce(torch.cat(list(sums.values())), ranks.group)
     parts = dict(zip(sums, all_counts.split([len(x) for x in sums.values()]), strict=True))
     return ExpertLoad({name: x[:-1] for name, x in parts.items()}, {name: x[-1] for name, x in parts.items()})

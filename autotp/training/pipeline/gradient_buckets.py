@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autotp.sharding.boxes import local_of
+
 T = TypeVar("T", bound=Tensor)
 BUCKET = 25 * 2**20
 """The most bytes of gradients that are copied into one tensor; as many as in DistributedDataParallel by default."""
@@ -40,7 +42,7 @@ class GradientSums:
     """The sums of parameters' gradients over a group, each started as soon as the gradients of its bucket are there.
 
     Buckets are started in a fixed order, whatever comes first, so that all ranks pair their sums. Gradients of a bucket
-    become views of its memory: no copy of all gradients is made.
+    become views of its memory: no copy of all gradients is made. (Of DTensors there is one of each bucket under way.)
 
     Args:
         parameters: the same ones in the same order on every rank; those whose gradients come first are last.
@@ -61,6 +63,7 @@ class GradientSums:
         self._every = frozenset(parameters)
         self._missing = set(parameters)
         self._started: list[dist.Work | None] = []
+        self._copied: dict[int, list[tuple[Tensor, Tensor]]] = {}  # Bucket -> a gradient's memory, and its sum.
 
     def __contains__(self, parameter: Tensor) -> bool:
         return parameter in self._every
@@ -92,17 +95,20 @@ class GradientSums:
                 self._wait(len(self._started) - 2)
 
     def _start(self, bucket: Sequence[nn.Parameter]) -> None:
-        gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
+        having = [parameter for parameter in bucket if parameter.grad is not None]
+        gradients = [local_of(parameter.grad) for parameter in having]  # type: ignore[arg-type]
         if not gradients:
             self._started.append(None)
             return
         whole = gradients[0] if len(gradients) == 1 and gradients[0].is_contiguous() else None
         if whole is None:
             whole = torch.cat([gradient.flatten() for gradient in gradients])
-            views = iter(whole.split([gradient.numel() for gradient in gradients]))
-            for parameter in bucket:
-                if parameter.grad is not None:
-                    parameter.grad = next(views).view(parameter.grad.shape)
+            views = whole.split([gradient.numel() for gradient in gradients])
+            for parameter, gradient, view in zip(having, gradients, views, strict=True):
+                if gradient is parameter.grad:
+                    parameter.grad = view.view(gradient.shape)
+                else:
+                    self._copied.setdefault(len(self._started), []).append((gradient, view))
         self._started.append(dist.all_reduce(whole, group=self._group, async_op=True))
 
     @torch.no_grad()
@@ -117,6 +123,8 @@ class GradientSums:
         work, self._started[i] = self._started[i], None  # It holds the bucket's memory, which ends with the gradients.
         if work is not None:  # None in a bucket without gradients, and in one that was waited for.
             work.wait()
+            for gradient, total in self._copied.pop(i, ()):
+                gradient.copy_(total.view(gradient.shape))
             if self._complete is not None:
                 for parameter in self._buckets[i]:
                     self._complete(parameter)

@@ -14,6 +14,7 @@ from torch import fx
 from autotp.distributed.agreement import line_sums
 from autotp.distributed.device_arguments import inputs_on_host
 from autotp.passes.capture.python_state.guard import Guard
+from autotp.passes.emit.count_load import experts_of_all
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.plan.experts.expert_parallel import exchanges
 from autotp.passes.program.program import Program
@@ -78,6 +79,11 @@ class Pipeline:
     def exchanges(self) -> tuple[tuple[str, ...], ...]:
         """The parameters of experts, for each exchange of rows between replicas in order."""
         return exchanges(self.analysis.graph, self.analysis.captured.parameters)
+
+    @cached_property
+    def experts_of_all(self) -> frozenset[str]:
+        """The modules of experts whose rows all ranks along `cp` have whole."""
+        return experts_of_all(self.analysis.graph, self.analysis.captured.parameters, "cp")
 
     @cached_property
     def documents(self) -> Documents:

@@ -46,13 +46,14 @@ class ReplicaGradients:
         """Returns the sums over the replicas that run under backward; each stage's module starts its own.
 
         These are sums of the parameters that had gradients in the last step that trained the same ones, but for those
-        that several stages read, or that ZeRO divides.
+        that several stages read, or that ZeRO or `ep` divides.
         """
         learning = self.learning.get(self._trained(), []) if self.under_backward else []
         excluded = {*self.shared, *self.read_by_several}
         names = {parameter: name for name, parameter in self.module.named_parameters()} if learning else {}
         complete = hooks.complete if self.alone and hooks.steps else None
-        return GradientSums([p for p in learning if names[p] not in excluded], self.replicas, complete=complete)
+        summed = [p for p in learning if names[p] not in excluded and p not in self.experts]
+        return GradientSums(summed, self.replicas, complete=complete)
 
     def finish(self, sums: GradientSums, stepped: Collection[nn.Parameter]) -> None:
         """Sums gradients: of shared parameters over their stages, and of unsharded parameters over the replicas.

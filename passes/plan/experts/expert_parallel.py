@@ -9,6 +9,12 @@
 Ranks along `ep` are replicas: they have different rows, and the same parameters but for the experts', of which each
 stores its own. The graph is one rank's. It has the whole weights as its inputs, so that all else knows them by the
 shapes of the model; `own` says that a rank stores a part.
+
+NOTE [Weights that are computed]
+Experts may read what is computed of parameters, such as a stack with an adapter. Operators on each expert by itself run
+on this rank's experts, `baddbmm(own(w, 4), ...)`. What has the experts elsewhere, as adapters of peft have, every rank
+stores and computes whole, and reads its part: `select_own(x, "ep", 4)`. So it is with a stack that something else reads
+whole, too. The gradient of such a parameter is summed over all replicas, as that of any other.
 """
 
 from __future__ import annotations
@@ -25,15 +31,14 @@ from autotp.display.text_table import bytes_text
 from autotp.errors import Error
 from autotp.ops.experts import exchange
 from autotp.ops.experts import rows as routing
-from autotp.passes.builder import Builder, fake_mode_of
-from autotp.passes.plan.experts.experts import NO_EXPERTS, of_host
-from autotp.passes.plan.infer_axes import Axes
+from autotp.passes.builder import Builder, ancestors, fake_mode_of
+from autotp.passes.lower.dce import dce
+from autotp.passes.plan.experts.experts import NO_EXPERTS, of_host, of_rows_only
+from autotp.passes.plan.infer_axes import Axes, is_getitem
 from autotp.rules.call import operand_nodes
-from autotp.rules.traits import size_argument
 from autotp.sharding.axis import find
 from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_bounds
-from autotp.source_location import line_of
 
 EP = "ep"
 ROWS = 11
@@ -41,14 +46,14 @@ ROWS = 11
 
 
 def expert_parallel(graph: fx.Graph, axes: Axes, parameters: Collection[str], ep: int) -> fx.Graph:
-    """Returns the graph of one of `ep` ranks with experts of its own. Views of whole weights in it are dead.
+    """Returns the graph of one of `ep` ranks with experts of its own.
 
     Args:
         graph: with rows in the order of their experts, as the pass `experts` makes it.
         parameters: placeholder names of the parameters.
 
     Raises:
-        Error: no rows choose experts, or `ep` does not divide their number; the weights of experts are no parameter.
+        Error: no rows choose experts, or `ep` does not divide their number.
     """
     numbers = [node.args[1] for node in graph.nodes if node.target is routing.dispatch]
     if not numbers:
@@ -58,10 +63,17 @@ def expert_parallel(graph: fx.Graph, axes: Axes, parameters: Collection[str], ep
         )
     if uneven := [number for number in numbers if number % ep]:
         raise Error(f"ep={ep} does not divide the {uneven[0]} experts of a layer", fix="ep that divides all of them")
-    rewriting = _Exchanging(graph, axes, parameters, ep)
-    for node in graph.nodes:
-        rewriting.visit(node)
-    return rewriting.builder.graph
+    whole: set[str] = set()
+    while True:
+        rewriting = _Exchanging(graph, axes, set(parameters) - whole, ep)
+        for node in graph.nodes:
+            rewriting.visit(node)
+        new = dce(rewriting.builder.graph)
+        stored: list[Any] = [node.args[0] for node in new.nodes if node.target is exchange.own]
+        read_whole = {x.name for x in stored if any(reader.target is not exchange.own for reader in x.users)}
+        if not read_whole:
+            return new
+        whole |= read_whole
 
 
 def exchanges(graph: fx.Graph, names: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
@@ -95,8 +107,8 @@ def with_own_experts(
     }
 
 
-def described(graph: fx.Graph, ep: int) -> str:
-    """Returns what the plan says of a graph whose rows travel."""
+def described(graph: fx.Graph, ep: int, names: Mapping[str, str]) -> str:
+    """Returns what the plan says of a graph whose rows travel. names: placeholder -> parameter"""
     tables = [node for node in graph.nodes if node.target is exchange.exchange_counts]
     numbers, capacity = sorted({table.args[2] for table in tables}), tables[0].args[4]
     sent, most = 0.0, 0
@@ -111,8 +123,18 @@ def described(graph: fx.Graph, ep: int) -> str:
     return (
         f"{several} of {' or '.join(map(str, numbers))} experts over ep={ep}: for {most} rows of chosen experts, "
         f"those of the example inputs, a rank sends {bytes_text(sent)} there, as many back, and the gradients; "
-        f"{of_host(capacity)}"
+        f"{of_host(capacity)}{_of_whole_weights(graph, names)}"
     )
+
+
+def _of_whole_weights(graph: fx.Graph, names: Mapping[str, str]) -> str:
+    """Returns what the plan says of parameters of experts that every rank stores whole."""
+    read = ancestors(node for node in graph.nodes if node.target is exchange.select_own)
+    whole = [names[node.name] for node in graph.nodes if node in read and node.name in names]
+    if not whole:
+        return ""
+    more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
+    return f"; each rank stores `{whole[0]}`{more} whole, and reads the part of its experts"
 
 
 def order_of_rows(node: Any) -> Any:
@@ -125,6 +147,7 @@ class _Exchanging:
     """The new graph.
 
     Attributes:
+        parameters: placeholder names of those of which a rank may store its experts only.
         routes: the rows in the experts' order -> the table of counts, the places of what arrives, its counts.
         inside: the nodes between `to_experts` and `to_rows`.
         owned: a parameter of experts, or a view of it -> the same of this rank's experts.
@@ -196,35 +219,29 @@ class _Exchanging:
         return read
 
     def _own(self, weight: Any) -> fx.Node:
-        """Returns the weights of this rank's experts.
-
-        Raises:
-            Error: they are no view of a parameter with experts along its first dimension.
-        """
+        """Returns the weights of this rank's experts: NOTE [Weights that are computed]"""
         if weight not in self.owned:
-            self.owned[weight] = self._viewed(weight)
+            self.owned[weight] = self._computed(weight) or self._part(weight)
         return self.owned[weight]
 
-    def _viewed(self, weight: fx.Node) -> fx.Node:
+    def _part(self, weight: fx.Node) -> fx.Node:
+        """Writes a read of this rank's experts' weights, of a parameter that is so stored or of a whole value."""
+        whole, value = self.builder.env[weight], weight.meta["val"]
         if weight.name in self.parameters:
-            own = self.builder.raw(exchange.own, (self.builder.env[weight], self.ep))
-            value = weight.meta["val"]
-            with self.builder.mode:
-                own.meta["val"] = value.new_empty([value.shape[0] // self.ep, *value.shape[1:]])
-            return own
-        operands = [operand for operand in operand_nodes(weight) if operand is not None]
-        if len(operands) != 1 or size_argument(weight.target) or not self._same_experts(weight, operands[0]):
-            raise Error(
-                f"ep={self.ep}: the weights of experts are computed before they are read: a rank cannot store its own",
-                at=line_of(weight),
-                fix="nn.Parameter of [experts ...] that the layer reads itself; or ep=1",
-            )
+            part = self.builder.raw(exchange.own, (whole, self.ep))
+        else:
+            part = self.builder.raw(exchange.select_own, (whole, EP, self.ep))
+        with self.builder.mode:
+            part.meta["val"] = value.new_empty([value.shape[0] // self.ep, *value.shape[1:]])
+        return part
+
+    def _computed(self, weight: fx.Node) -> fx.Node | None:
+        """Writes an operator on each expert by itself for this rank's experts; None for another one."""
+        experts = find(self.axes.of(weight)[0])
+        if weight.op != "call_function" or is_getitem(weight) or not of_rows_only(weight, experts, self.axes):
+            return None
+        has_experts = {n for n in operand_nodes(weight) if n and find(self.axes.of(n)[0]) is experts}
         args, kwargs = fx.map_arg(
-            (weight.args, weight.kwargs), lambda n: self._own(n) if n is operands[0] else self.builder.env[n]
+            (weight.args, weight.kwargs), lambda n: self._own(n) if n in has_experts else self.builder.env[n]
         )
         return self.builder.call(weight.target, *args, **kwargs)  # type: ignore[arg-type]
-
-    def _same_experts(self, *nodes: fx.Node) -> bool:
-        """True if all have the same axis as their first dimension."""
-        first = [self.axes.of(node)[:1] for node in nodes]
-        return all(dims and find(dims[0]) is find(first[0][0]) for dims in first)

@@ -54,12 +54,13 @@ def test_adapters_of_transformers_are_not_saved_as_a_model(tmp_path: Path) -> No
     assert "examples/hf_lora.py" in str(raised.value) and not (tmp_path / "saved").exists()
 
 
-def test_adapters_that_write_parameters_are_refused() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.up_proj.weight"])
-    model = peft.get_peft_model(tiny("llama")[0], config)
-    with pytest.raises(autotp.Error, match=r"layers\.0\.mlp\.up_proj` has an adapter for `target_parameters`"):
-        autotp.explain(model, 2)
+def test_adapters_of_parameters_are_cut_as_these() -> None:
+    """peft takes the parameter out of its module in each call: a graph adds to it."""
+    model, inputs = adapted("llama", target_modules=["q_proj"], target_parameters=["mlp.up_proj.weight"])
+    names = list(model.state_dict())
+    report = autotp.verify(model, 2, example_inputs=inputs)
+    assert report.ok, report
+    assert list(model.state_dict()) == names
 
 
 @cache

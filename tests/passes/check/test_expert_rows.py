@@ -16,7 +16,6 @@ from autotp.ops.experts import exchange
 from autotp.ops.experts import rows as routing
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.passes.check.expert_rows import expect_expert_rows
-from autotp.passes.lower.dce import dce
 from autotp.passes.plan.experts.expert_parallel import expert_parallel
 from autotp.passes.plan.experts.experts import experts
 from autotp.passes.plan.infer_axes import infer_axes
@@ -29,7 +28,7 @@ def proved(fault: Fault | None) -> None:
     """Two layers of experts on two ranks, with a fault."""
     captured, graph = canonical(nn.Sequential(Mixture(OPERATOR), Mixture()), torch.randn(6, 8))
     before, axes = experts(graph, infer_axes(graph), captured.parameters, 2)
-    made = dce(expert_parallel(before, axes, captured.parameters, 2))
+    made = expert_parallel(before, axes, captured.parameters, 2)
     if fault is not None:
         fault(made, lambda target, i=0: [node for node in made.nodes if node.target is target][i])
     expect_expert_rows(before, made, captured.inputs, 2)
@@ -72,6 +71,16 @@ def twice_activated(graph: fx.Graph, at: Any) -> None:
     gelu.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
 
 
+def part_of_rows(graph: fx.Graph, at: Any) -> None:
+    at(exchange.own, 0).target = exchange.select_own
+    at(exchange.select_own, 0).args = (at(aten.index_select.default, 0), "ep", 2)
+
+
+def part_of_three(graph: fx.Graph, at: Any) -> None:
+    own = at(exchange.own, 0)
+    own.target, own.args = exchange.select_own, (own.args[0], "ep", 3)
+
+
 FAULTS: dict[str, Fault] = {
     "rows-stay": left_out(exchange.to_experts),
     "rows-do-not-come-back": left_out(exchange.to_rows),
@@ -88,6 +97,8 @@ FAULTS: dict[str, Fault] = {
     "own-of-all": without_its_experts,
     "another-operator": twice_activated,
     "read-whole": also_read_whole,
+    "part-of-rows": part_of_rows,
+    "part-of-three": part_of_three,
 }
 
 

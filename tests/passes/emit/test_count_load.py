@@ -140,6 +140,33 @@ def what_runs_again_counts_once(rank: int, n: int) -> None:
     balances_as_one_device(rank, tp=2, recompute="full")
 
 
+class Attending(nn.Module):
+    """Attention; experts for tokens, of which a rank along `cp` has a part, and for means over whole sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        self.of_tokens, self.of_sequences = Mixture(OPERATOR), Mixture(OPERATOR)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x, y: [batch seq 8]"""
+        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = self.of_tokens(x.flatten(0, 1)).view(x.shape)
+        return F.mse_loss(x + self.of_sequences(x.mean(1)).unsqueeze(1), y)
+
+
+@checks.on(2)
+def sequences_are_counted_once(rank: int, n: int) -> None:
+    """Each cp rank has the rows of its part in one layer, and all rows in the other one."""
+    torch.manual_seed(0)
+    model = Attending().double()
+    values = {"x": batch(0)["x"], "y": torch.zeros(8, 3, 8).double()}
+    trainer = distribute(model, cp=2, example_inputs=values)
+    trainer.step(**values)
+    assert {name: int(rows.sum()) for name, rows in trainer.load.rows.items()} == {"of_tokens": 48, "of_sequences": 16}
+
+
 def test_load_needs_a_step() -> None:
     trainer = distribute(Layers().double(), example_inputs=batch(0))
     assert "Trainer.load: no step has counted rows of experts" in message(lambda: trainer.load)

@@ -68,8 +68,9 @@ def test_readers_and_maker_look_through_tuple_items() -> None:
         (lambda call, x, w: call(aten.index.Tensor, w, [call(aten.arange.default, 2)]), "w"),
         (lambda call, x, w: call(aten.transpose.int, w, 0, 1), "w"),
         (lambda call, x, w: call(aten.exp.default, call(aten.add.Tensor, x, w)), "add"),
+        (lambda call, x, w: call(aten.add.Tensor, w, call(aten.mul.Tensor, call(aten.exp.default, x), x)), "w"),
     ],
-    ids=["scaled", "rows", "view", "sum"],
+    ids=["scaled", "rows", "view", "sum", "adapted"],
 )
 def test_root_is_the_parameter_behind_views(make: Any, name: str) -> None:
     """The parameter that is read in the end; a sum of two values has none."""

@@ -12,10 +12,26 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import torch
+
 from autotp.costs.operators import Op, Touch
 from autotp.tools.estimation.counts.record import Record
 
 SOFTMAX_GRADIENT = "_softmax_backward_data"
+
+
+def narrowed(record: Record, products: torch.dtype | None, exchange: float) -> Record:
+    """Returns the record with other numbers: `Practice.products` and `Practice.exchange`."""
+    if products is None and exchange == 1:
+        return record
+    ops = []
+    for op in record.ops:
+        if op.kind == "product" and op.dtype.itemsize == 2 and products is not None:
+            op = replace(op, dtype=products)
+        elif op.axis == "ep" and op.dtype.is_floating_point:
+            op = replace(op, size=round(op.size * exchange))
+        ops.append(op)
+    return replace(record, ops=tuple(ops))
 
 
 def fused(record: Record) -> Record:

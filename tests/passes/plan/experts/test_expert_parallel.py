@@ -19,7 +19,6 @@ from autotp.ops.experts import exchange
 from autotp.ops.grouped_mm import OPERATOR
 from autotp.options import Options
 from autotp.passes.capture.skeleton import skeleton_of
-from autotp.passes.lower.dce import dce
 from autotp.passes.plan.experts.expert_parallel import exchanges, expert_parallel
 from autotp.passes.plan.experts.experts import experts
 from autotp.passes.plan.infer_axes import infer_axes
@@ -30,7 +29,7 @@ MOVES = ("exchange_counts", "arrival", "arrived_counts", "to_experts", "own", "t
 def rewritten(model: nn.Module, x: Tensor, ep: int) -> Any:
     captured, graph = canonical(model, x)
     ordered = experts(graph, infer_axes(graph), captured.parameters, ep)
-    return dce(expert_parallel(*ordered, captured.parameters, ep))
+    return expert_parallel(*ordered, captured.parameters, ep)
 
 
 @pytest.mark.parametrize("product", [None, OPERATOR], ids=["rows", "groups"])
@@ -100,14 +99,37 @@ def test_views_of_weights_are_those_of_own_experts() -> None:
     assert [list(user.meta["val"].shape) for user in read.users] == [[2, 8, 8]]
 
 
-COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
-    "normalised": lambda stack: F.normalize(stack, dim=0),
-    "a sum": lambda stack: stack + stack.mean(0, keepdim=True),
-}
+def test_a_stack_that_is_also_read_whole_stays_whole() -> None:
+    """The weights of one expert depend on those of others: each rank has all, and reads its part."""
+    model = Written(lambda stack: stack + stack.mean(0, keepdim=True))
+    graph = rewritten(model, torch.randn(6, 8), 2)
+    assert not any(node.target is exchange.own for node in graph.nodes)
+    (part,) = (node for node in graph.nodes if node.target is exchange.select_own)
+    assert list(part.meta["val"].shape) == [2, 8, 8] and part.args[0].name == "p_model_stack"
+    program = analyse(skeleton_of(model), (torch.randn(6, 8),), {}, 1, Options(ep=2))
+    assert program.notes["experts"].endswith("each rank stores `stack` whole, and reads the part of its experts")
+    assert exchanges(program.graph, program.captured.parameters) == ((),)
 
 
-@pytest.mark.parametrize("name", COMPUTED)
-def test_weights_that_are_computed_are_refused(name: str) -> None:
-    """Those of one expert depend on those of others, which another rank has."""
-    text = refused(Written(COMPUTED[name]), 2)
-    assert "ep=2: the weights of experts are computed before they are read" in text or "ep=2, and no layer" in text
+def test_adapters_of_a_stack_stay_whole_beside_it() -> None:
+    """A product for each expert is computed for this rank's; what has experts elsewhere is computed whole before."""
+    low = nn.Parameter(torch.randn(8, 4 * 3)), nn.Parameter(torch.randn(4 * 3, 8))
+
+    class Adapted(Written):
+        def __init__(self) -> None:
+            super().__init__(
+                lambda stack: torch.baddbmm(stack, self.left.view(8, 3, 4).permute(2, 0, 1), self._right())
+            )
+            self.left, self.right = low
+
+        def _right(self) -> Tensor:
+            return self.right.view(4, 3, 8)
+
+    graph = rewritten(Adapted(), torch.randn(6, 8), 2)
+    assert [node.args[0].name for node in graph.nodes if node.target is exchange.own] == ["p_model_stack"]
+    parts = [list(node.meta["val"].shape) for node in graph.nodes if node.target is exchange.select_own]
+    assert parts == [[2, 8, 3], [2, 3, 8]]
+
+
+def test_weights_that_mix_experts_in_another_way_are_refused() -> None:
+    assert "ep=2, and no layer" in refused(Written(lambda stack: F.normalize(stack, dim=0)), 2)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ranks import Checks
+from small_models import Mixture
 from test_experts_over_replicas import layers, train_beside_one_device
-from torch import fx
+from torch import Tensor, fx
+from torch.nn import functional as F
 
 from autotp.experimental.batch_halves.halves import half_of
-from autotp.experimental.batch_halves.turns import finish, start_rows
+from autotp.experimental.batch_halves.turns import finish, start_rows, wait_in_backward
 from autotp.ops.experts import exchange
 
 checks = Checks(timeout=280)
@@ -24,6 +27,32 @@ def halves_send_their_rows_in_turns(rank: int, n: int) -> None:
     assert not any(node.target in (exchange.to_experts, exchange.to_rows) for node in graph.nodes)
     beside = [half for start in starts for half in halves_beside(graph, start)]
     assert len(beside) == 8
+
+
+class Masked(Mixture):
+    """Sends a mask of rows beside the rows, as experts of transformers do."""
+
+    def _groups(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        assert self.grouped is not None
+        ordered, places = chosen.sort()
+        ends = torch.histc(ordered.float(), self.number, 0, self.number - 1).cumsum(0, dtype=torch.int32)
+        h = F.gelu(self.grouped(x[places], self.up, ends) + self.up_bias[ordered])
+        y = self.grouped(h, self.down, ends) + self.down_bias[ordered]
+        small = (weights < 0.3)[places]
+        return (y.masked_fill(small, 0.0) * weights[places])[places.argsort()]
+
+
+@checks.on(2)
+def gradients_of_rows_travel_beside_the_other_half(rank: int, n: int) -> None:
+    """A mask has no gradient, so backward cannot wait for its turn: it was the turn's first value."""
+    whole = layers()
+    whole.first.__class__ = Masked
+    trainer, _ = train_beside_one_device(whole, dp=2, ep=2, overlap="batch")
+    (pipeline,) = [pipeline for pipeline in trainer._pipelines if pipeline.training]
+    graph = pipeline.stages[0].module.graph
+    waits = [node for node in graph.nodes if node.target is wait_in_backward]
+    assert sum(node.target is start_rows for node in graph.nodes) == 10
+    assert len(waits) >= 7 and all(node.args[2].meta["val"].is_floating_point() for node in waits)
 
 
 def halves_beside(graph: fx.Graph, start: fx.Node) -> set[int]:

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 import autotp
 from autotp.ops.grouped_mm import OPERATOR
+from autotp.runtime.torch_hooks.gradient_hooks import HooksOfStep
+from autotp.sharding.boxes import local_of
 from autotp.training.distribute import distribute
 
 checks = Checks(timeout=280)
@@ -65,7 +67,7 @@ def started(model: nn.Module, **layout: Any) -> autotp.Trainer:
 def train_beside_one_device(whole: nn.Module, **layout: Any) -> tuple[autotp.Trainer, torch.optim.AdamW]:
     """Three steps; each compares the loss, all gradients, their norm, and the loss of an evaluation."""
     trainer = started(copy.deepcopy(whole), **layout)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1) for m in (whole, trainer)]
+    optimizers = [torch.optim.AdamW(autotp.weight_decay_groups(m, 0.1), lr=0.01) for m in (whole, trainer)]
     for step in range(3):
         values = batch(step)
         for optimizer in optimizers:
@@ -112,6 +114,34 @@ def two_replicas_with_half_of_the_experts_train_as_one_device(rank: int, n: int)
         "first.up": [2, 8, 10], "first.up_bias": [2, 10], "first.down": [2, 10, 8], "first.down_bias": [2, 8],
         "first.router.weight": [4, 8], "first.router.bias": [4],
     }  # fmt: skip
+    expect_state(trainer, whole, rank)
+    # All rows have come to a rank's experts; other gradients are summed beside backward from the second step on.
+    sums = trainer._gradients.begin(HooksOfStep({}, {}))
+    assert {name for name, p in trainer.named_parameters() if p not in sums} == {
+        f"{layer}.{name}" for layer in ("first", "second") for name in ("up", "up_bias", "down", "down_bias")
+    }
+
+
+class Centred(Mixture):
+    """Weights of experts that depend on those of all experts."""
+
+    def _groups(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        assert self.grouped is not None
+        ordered, places = chosen.sort()
+        ends = torch.histc(ordered.float(), self.number, 0, self.number - 1).cumsum(0, dtype=torch.int32)
+        up = self.up + self.up.mean(0, keepdim=True)
+        h = F.gelu(self.grouped(x[places], up, ends) + self.up_bias[ordered])
+        y = (self.grouped(h, self.down, ends) + self.down_bias[ordered]) * weights[places]
+        return y[places.argsort()]
+
+
+@checks.on(2)
+def weights_of_all_experts_are_computed_on_every_rank(rank: int, n: int) -> None:
+    whole = layers()
+    whole.first.__class__ = Centred
+    trainer, _ = train_beside_one_device(whole, dp=2, ep=2)
+    shapes = {name: list(local_of(p).shape) for name, p in trainer.named_parameters() if name.startswith("first.")}
+    assert shapes["first.up"] == [4, 8, 10] and shapes["first.down"] == [2, 10, 8]
     expect_state(trainer, whole, rank)
 
 
@@ -243,7 +273,7 @@ def checkpoints_go_from_any_layout_to_any(rank: int, n: int) -> None:
         optimizer.step()
         after = autotp.full_state_dict(trainer)
         other = started(Layers().double(), **LAYOUTS[(number + 1) % len(LAYOUTS)])
-        resumed = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.1)
+        resumed = torch.optim.AdamW(autotp.weight_decay_groups(other, 0.1), lr=0.01)
         autotp.load_checkpoint(folder, other, resumed)
         loaded = autotp.full_state_dict(other)
         assert_values_close(other.step(**of_replica(batch(3), other)), loss, **CLOSE)

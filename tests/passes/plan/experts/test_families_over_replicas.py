@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from errors import message
+from hugging_face import BATCHED, expect_same, files_of
 from ranks import Checks, shared
 from small_models import assert_values_close
 from torch import Tensor
 
 import autotp
+from autotp.integrations.transformers.files.safetensors_files import Stored
 
 transformers: Any = pytest.importorskip("transformers")
 checks = Checks(timeout=280, fresh=True)  # torch caches device meshes with the groups of the run before.
@@ -106,19 +113,63 @@ def stages_of_a_pipeline_send_rows_to_their_replicas(rank: int, n: int) -> None:
     trains_as_one_device("mixtral", "grouped_mm", dp=2, ep=2, pp=2, microbatches=2)
 
 
+@contextmanager
+def counted_reads() -> Iterator[Counter[bool]]:
+    """A region that counts the bytes that this rank reads of experts (True), and of all else."""
+    counted, read = Counter[bool](), Stored.read
+
+    def counting(stored: Stored, box: Any) -> Tensor:
+        counted[".experts." in stored.name] += math.prod(b - a for a, b in box) * stored.dtype.itemsize
+        return read(stored, box)
+
+    with patch.object(Stored, "read", counting):
+        yield counted
+
+
 @checks.on(2)
-def a_folder_is_read_by_experts(rank: int, n: int) -> None:
-    """Each rank reads the rows of its experts, which the file has one by one."""
-    folder, whole = shared(rank), built("mixtral")
-    if rank == 0:
-        whole.save_pretrained(folder)
-    torch.distributed.barrier()
+def folders_are_read_and_written_by_experts(rank: int, n: int) -> None:
+    """Each rank reads the rows of its experts, which the files have one by one, or in stacks; all write the whole."""
     example = {key: x[:4] for key, x in rows(0).items()}
-    trainer = autotp.distribute(str(folder), dp=2, ep=2, example_inputs=example)
-    assert list(trainer.get_parameter("model.layers.0.mlp.experts.down_proj").to_local().shape) == [2, 16, 24]
-    state = autotp.full_state_dict(trainer)
-    for name, tensor in whole.state_dict().items() if rank == 0 else ():
-        assert torch.equal(state[name], tensor), name
+    for name in ("mixtral", "gpt_oss"):
+        folder, written, whole = shared(rank) / "read", shared(rank) / "written", built(name)
+        if rank == 0:
+            whole.save_pretrained(folder)
+        torch.distributed.barrier()
+        with counted_reads() as counted:
+            trainer = autotp.distribute(str(folder), dp=2, ep=2, example_inputs=example)
+        sizes = Counter[bool]()
+        for path, tensor in whole.named_parameters():
+            sizes[".experts." in path] += tensor.nbytes
+        assert counted == {True: sizes[True] / 2, False: sizes[False]}, name
+        state = autotp.full_state_dict(trainer)
+        for path, tensor in whole.state_dict().items() if rank == 0 else ():
+            assert torch.equal(state[path], tensor), path
+        autotp.save_pretrained(trainer, written)
+        if rank == 0:
+            expect_same(files_of(written), files_of(folder))
+
+
+@checks.on(2)
+def a_trainer_says_how_to_generate(rank: int, n: int) -> None:
+    """By the two ways of its Error each rank gets the tokens that one device generates."""
+    whole, prompt, folder = built("mixtral"), rows(2)["input_ids"][:2], shared(rank)
+    example = {key: x[:4] for key, x in rows(0).items()}
+    model: Any = copy.deepcopy(whole)
+    model.set_experts_implementation("grouped_mm")
+    trainer = autotp.distribute(model, dp=2, ep=2, example_inputs=example)
+    text = message(lambda: trainer.generate(prompt))
+    assert text.startswith("a trainer does not generate") and "autotp.load_full_state_dict(model, autotp.full" in text
+    expected = whole.eval().generate(prompt, max_new_tokens=4, do_sample=False)
+    for experts in ("width", "expert"):
+        model = of_class("mixtral").double().eval()
+        model.set_experts_implementation("batched_mm")  # torch has no product in groups in float64.
+        model = autotp.parallelize(model, n, experts=experts, example_inputs={"input_ids": prompt})
+        autotp.load_full_state_dict(model, autotp.full_state_dict(trainer))
+        assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected), experts
+    autotp.save_pretrained(trainer, folder)
+    torch.distributed.barrier()
+    model = autotp.from_pretrained(folder, n, dtype=torch.float64, config=BATCHED)
+    assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected)
 
 
 @checks.on(2)

@@ -1,9 +1,12 @@
 """Pointwise operators that are one kernel."""
 
+from dataclasses import replace
+
 import torch
 from graphs import recorded_run as run
 
-from autotp.tools.estimation.counts.kernels import fused
+from autotp.costs.operators import Op
+from autotp.tools.estimation.counts.kernels import fused, narrowed
 
 aten = torch.ops.aten
 
@@ -27,3 +30,14 @@ def test_flops_and_what_is_kept_stay() -> None:
     found = run(lambda x, w: aten.relu(aten.linear(aten.relu(x), w)), (8, 8), (8, 8))
     assert fused(found).kept == found.kept
     assert sum(op.flops for op in fused(found).ops) == sum(op.flops for op in found.ops)
+
+
+def test_narrow_numbers_are_those_of_16_bit_products_and_of_rows_that_travel() -> None:
+    op = Op(name="mm", kind="product", phase="forward", dtype=torch.bfloat16)
+    rows = replace(op, name="all-to-all", kind="collective", axis="ep", size=1000)
+    ops = (op, replace(op, dtype=torch.float32), replace(op, kind="attention"), rows, replace(rows, dtype=torch.int64))
+    record = replace(run(lambda x: aten.relu(x), (8, 8)), ops=(*ops, replace(rows, axis="tp")))
+    made = narrowed(record, torch.float8_e4m3fn, 0.25).ops
+    assert [op.dtype.itemsize for op in made] == [1, 4, 2, 2, 8, 2]
+    assert [op.size for op in made[3:]] == [250, 1000, 1000]
+    assert narrowed(record, None, 1.0) is record
