@@ -63,8 +63,6 @@ def estimate_command(
     """
     expect_writable(html, trace)
     mesh: dict[str, Any] = {"pp": pp, "dp": dp, "zero": zero, "schedule": schedule.value, "interleave": interleave}
-    if prove and chosen["ep"] > 1:
-        raise WrongUse("--prove: autotp.verify does not prove layouts with --ep")
     with arguments_in_use():
         device, computed = hardware_of(gpu), dtype_named(dtype)
         # These raise before the model is built, which may take long.
@@ -81,9 +79,8 @@ def estimate_command(
         )  # fmt: skip
     microbatches = est.layout.microbatches
     # It may have been built on the CPU. On meta the proof takes no memory for values.
-    proved = {name: value for name, value in chosen.items() if name != "ep"}
     proof = None if not prove else verify(
-        made.to("meta"), tp, microbatches=microbatches, example_inputs=inputs, **mesh, **proved
+        made.to("meta"), tp, microbatches=microbatches, example_inputs=inputs, **mesh, **chosen
     )  # fmt: skip
     if html is not None:
         save_page(est, html, proof=proof)

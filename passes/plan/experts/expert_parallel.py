@@ -6,9 +6,14 @@
             y = grouped_mm(to_experts(index_select(x, 0, p), "ep", t, q), own(w, 4), d)
             z = combine(to_rows(y, "ep", t, q), p, chosen)
 
-Ranks along `ep` are replicas: they have different rows, and the same parameters but for the experts', of which each
-stores its own. The graph is one rank's. It has the whole weights as its inputs, so that all else knows them by the
-shapes of the model; `own` says that a rank stores a part.
+Ranks along `ep` are replicas, or have other parts of sequences: they have different rows, and the same parameters but
+for the experts', of which each stores its own. The graph is one rank's. It has the whole weights as its inputs, so that
+all else knows them by the shapes of the model; `own` says that a rank stores a part.
+
+NOTE [Copies of experts]
+Where sequences are cut, each parameter is copied along `cp`, so that its gradient is summed over these ranks. The rows
+of some of them may have come to an expert's rank already: they are ranks along `ep`. So an expert's weight is copied
+along `cp/ep` instead: the ranks along `cp` that have the same experts. Sums over replicas are the trainer's.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from torch import fx
 
 from autotp.display.text_table import bytes_text
 from autotp.errors import Error
+from autotp.ops.collectives import copy
 from autotp.ops.experts import exchange
 from autotp.ops.experts import rows as routing
 from autotp.passes.builder import Builder, fake_mode_of
@@ -33,6 +39,8 @@ from autotp.sharding.axis import find
 from autotp.source_location import line_of
 
 EP = "ep"
+CP_COPIES = "cp/ep"
+"""The mesh axis of the ranks along `cp` that have the same experts."""
 ROWS = 11
 """The number of rows that arrive for an expert in example values: a number that no other size has."""
 
@@ -74,6 +82,25 @@ def exchanges(graph: fx.Graph, names: Mapping[str, str]) -> tuple[tuple[str, ...
         elif node.target is exchange.own:
             order[-1] += (names[node.args[0].name],)
     return tuple(order)
+
+
+def experts_of_whole_sequences(graph: fx.Graph, names: Mapping[str, str]) -> list[str]:
+    """Returns the parameters of experts whose rows are those of whole sequences, on each rank along `cp`.
+
+    Args:
+        names: placeholder -> parameter.
+    """
+    whole = []
+    for node in graph.nodes:
+        if node.target in (routing.spread, routing.grouped_mm):
+            weight: Any = node.args[int(node.target is routing.grouped_mm)]
+            path = [weight]
+            while path[-1].op != "placeholder":
+                path.append(operand_nodes(path[-1])[0])
+            targets = {step.target for step in path}
+            if exchange.own in targets and copy not in targets:
+                whole.append(names[path[-1].name])
+    return whole
 
 
 def described(graph: fx.Graph, ep: int) -> str:
@@ -200,6 +227,8 @@ class _Exchanging:
                 at=line_of(weight),
                 fix="nn.Parameter of [experts ...] that the layer reads itself; or ep=1",
             )
+        if weight.target is copy:  # Along `cp`: only this axis has been cut.
+            return self.builder.call(copy, self._own(operands[0]), CP_COPIES)
         args, kwargs = fx.map_arg(
             (weight.args, weight.kwargs), lambda n: self._own(n) if n is operands[0] else self.builder.env[n]
         )
