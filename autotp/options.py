@@ -247,11 +247,17 @@ def lists_options(function: F) -> F:
     return function
 
 
+OF_STEPS = ("pp", "dp", "ep", "zero", "schedule", "interleave")
+"""Arguments of `distribute` for ranks with other rows of a batch, or with other layers."""
+
+
 def expect_options(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """Raises Error for a keyword that is none of the function's; names the nearest one."""
     names = [*inspect.signature(function).parameters]
     if unknown := [name for name in options if name not in names]:
         fix = " or ".join(get_close_matches(unknown[0], names, 2)) or f"one of {', '.join(names)}"
+        if unknown[0] in OF_STEPS:
+            fix = "autotp.distribute: its ranks may have other rows, or other layers; here all compute one batch"
         raise Error(f"there is no argument `{unknown[0]}`", fix=fix)
 
 

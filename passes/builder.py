@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from autotp.attached import attached
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_like, zigzag_rows, zigzag_rows_like
 from autotp.ops.channels import conv_transpose, conv_transpose_like, convolution, convolution_like
+from autotp.ops.collectives import copy
 from autotp.ops.dropout import fast_zigzag_rows
 from autotp.ops.losses.argmax import linear_argmax_key, linear_argmax_key_like
 from autotp.ops.losses.linear_cross_entropy import (
@@ -61,7 +62,13 @@ def _addbmm_like(x: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, **
     return torch.bmm(batch1, batch2).sum(0).to(x.dtype)
 
 
+def _copy_like(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Returns the example value of `copy`, whose group has no ranks while a graph is planned."""
+    return x.view_as(x)
+
+
 SIZES: dict[Any, Callable[..., Any]] = {
+    copy: _copy_like,
     aten.linear.default: _linear_like,
     aten.baddbmm.default: _baddbmm_like,
     aten.addbmm.default: _addbmm_like,

@@ -14,7 +14,7 @@ from errors import message
 import autotp
 from autotp.distributed.launch import TORCHRUN
 from autotp.error_file import OURS
-from autotp.options import DEFAULTS, OPTIONAL, Options, expect_choices, memory_limit
+from autotp.options import DEFAULTS, OF_STEPS, OPTIONAL, Options, expect_choices, memory_limit
 from autotp.tracebacks import TRACEBACK
 
 PASSES = ", ".join(map(repr, OPTIONAL))
@@ -111,6 +111,14 @@ def test_a_wrong_keyword_is_one_error_with_the_nearest(name: str) -> None:
     assert call.startswith(f"{name}(")
     assert text.startswith("there is no argument `sequenceparallel`\n  try      sequence_parallel")
     assert "try      one of " in message(lambda: function(*arguments, zzzz=True, **needed))
+
+
+@pytest.mark.parametrize("name", OF_STEPS)
+def test_an_argument_of_distribute_alone_is_named_with_it(name: str) -> None:
+    """Rows of experts travel between ranks with other rows, and replicas of `parallelize` are the loop's."""
+    assert name in inspect.signature(autotp.distribute).parameters
+    text = message(lambda: autotp.parallelize(torch.nn.Linear(2, 2), 2, **{name: 2}))
+    assert text.startswith(f"parallelize(Linear, tp=2): there is no argument `{name}`\n  try      autotp.distribute: ")
 
 
 @pytest.mark.parametrize("name", TAKE_OPTIONS)

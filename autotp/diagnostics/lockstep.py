@@ -7,8 +7,9 @@ tensors of all ranks, with its conjugate as backward. The simulation is determin
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from autotp.ops.attention.documents import keys_seen, known_documents
 from autotp.ops.coalesced import together
 from autotp.ops.collectives import joined_terms
 from autotp.ops.custom_vjp import Vjp
+from autotp.ops.experts import exchange
 from autotp.ops.random_state import random_state_of, set_random_state
 from autotp.options import Options
 from autotp.passes.emit.attach_parameters import BlockCall, ParameterPlace, places
@@ -29,47 +31,80 @@ from autotp.passes.emit.kept_values.recomputed import Recomputed
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.emit.zero.room import Room
 from autotp.passes.emit.zero.sharded_unit import ShardedUnit
+from autotp.passes.plan.experts.expert_parallel import CP_COPIES, EP
 from autotp.passes.program.emitted import Seat
 from autotp.passes.program.program import Program
+from autotp.sharding.layout import Range
 from autotp.sharding.partition import chunk_sizes
 from autotp.sharding.placement import JOINED
 from autotp.sharding.strides import laid_out, order_of_dimensions
+from autotp.training.process_groups import ranks_of_experts
 
 Ranks = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How simulated ranks stand: replicas outermost, then ranks along `cp`, then those along `tp`.
+
+    Attributes:
+        dp: the number of replicas that run together.
+        cp: the number of context-parallel ranks.
+        ep: the number of ranks that experts are cut over.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def groups(self, axis: str, count: int) -> list[list[int]]:
+        """Returns the ranks of each group along a mesh axis, of `count` ranks."""
+        ranks = torch.arange(count).view(self.dp, self.cp, -1)
+        if axis in (EP, CP_COPIES):
+            rows = ranks_of_experts(ranks.movedim(-1, 0), self.ep)[axis]
+        else:
+            rows = ranks.movedim(1, -1).flatten(0, 1) if axis == "cp" else ranks.flatten(0, 1)
+        groups: list[list[int]] = rows.tolist()
+        return groups
+
+
+ONE_MODEL = Grid()
+"""The ranks of one replica along `tp`."""
 
 
 Runs = fx.Graph | nn.Module
 """One rank's graph, or a module that `emit` made of it or of its blocks."""
 
 
-def run_lockstep(ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]], cp: int = 1) -> list[Any]:
+def run_lockstep(ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]], grid: Grid = ONE_MODEL) -> list[Any]:
     """Returns the outputs of every rank.
 
     Args:
         ranks: the graph of each rank, or its module: all tensor-parallel ranks of the first context-parallel rank, then
-            those of the next.
+            those of the next; then those of the next replica.
         inputs: for each rank the values of its placeholders, in order.
-        cp: the number of context-parallel ranks.
+        grid: the numbers of replicas and of context-parallel ranks.
     """
     if isinstance(ranks[0], BlockCall):
         calls = cast(Sequence[BlockCall], ranks)
         operands = [call.operands_of(row) for call, row in zip(calls, inputs, strict=True)]
-        return run_lockstep([call.work for call in calls], operands, cp)
+        return run_lockstep([call.work for call in calls], operands, grid)
     if isinstance(ranks[0], Recomputed):
-        return _recomputed(cast(Sequence[Recomputed], ranks), inputs, cp)
+        return _recomputed(cast(Sequence[Recomputed], ranks), inputs, grid)
     graphs = [rank if isinstance(rank, fx.Graph) else cast(fx.GraphModule, rank).graph for rank in ranks]
-    return _run(graphs, ranks, inputs, cp)
+    return _run(graphs, ranks, inputs, grid)
 
 
-def run_programs(programs: Sequence[RankProgram], given: Sequence[Mapping[str, Tensor]], cp: int) -> list[Any]:
+def run_programs(programs: Sequence[RankProgram], given: Sequence[Mapping[str, Tensor]], grid: Grid) -> list[Any]:
     """Returns the outputs of every rank, as `run_lockstep`. given: as for `RankProgram.operands`"""
     operands = [program.operands(values) for program, values in zip(programs, given, strict=True)]
-    return run_lockstep([program.module for program in programs], operands, cp)
+    return run_lockstep([program.module for program in programs], operands, grid)
 
 
 def simulated(
     graph: fx.Graph, tensors: Mapping[str, Tensor], program: Program, model: nn.Module, settings: Options, rank: int,
     rows: Collection[str] = (), room: Room[ShardedUnit] | None = None,
+    stored: Mapping[str, Range] = MappingProxyType({}),
 ) -> RankProgram:  # fmt: skip
     """Returns a rank's graph as on processes, but that it reads the parameters of the simulated rank.
 
@@ -79,6 +114,7 @@ def simulated(
         rank: the tensor-parallel rank.
         rows, room: the parameters that ZeRO divides over replicas, and the room of the rank. The nodes that gather them
             run, on whole parameters.
+        stored: parameter of experts -> the first one that the rank stores, and the one after its last.
     """
     ready = rank_program(graph, program, settings, torch.device("cpu"), {}, Seat(rank=rank))
     ready = ready.gathering([x for x in ready.sources.values() if isinstance(x, str) and x in rows], None, room)
@@ -89,26 +125,28 @@ def simulated(
     del blocks[""]
 
     def read(place: ParameterPlace) -> Tensor:
-        return tensors[names[id(place[0]), place[1]]]
+        name = names[id(place[0]), place[1]]
+        # A view, so that all ranks' gradients of experts are in one tensor.
+        return tensors[name][slice(*stored[name])] if name in stored else tensors[name]
 
     return replace(ready.attached(where, blocks.get, read), read_rows=read)
 
 
-def _recomputed(ranks: Sequence[Recomputed], inputs: Sequence[Sequence[Any]], cp: int) -> list[Any]:
+def _recomputed(ranks: Sequence[Recomputed], inputs: Sequence[Sequence[Any]], grid: Grid) -> list[Any]:
     """Runs a block on all ranks, whose operators run again in backward."""
     inner, width = [rank.inner for rank in ranks], len(inputs[0])
 
     def run(*flat: Any) -> list[Any]:
-        return run_lockstep(inner, [flat[i * width : (i + 1) * width] for i in range(len(inner))], cp)
+        return run_lockstep(inner, [flat[i * width : (i + 1) * width] for i in range(len(inner))], grid)
 
     if not torch.is_grad_enabled():
-        return run_lockstep(inner, inputs, cp)
+        return run_lockstep(inner, inputs, grid)
     flat = [x for row in inputs for x in row]
     outputs: list[Any] = checkpoint(run, *flat, use_reentrant=False, preserve_rng_state=ranks[0].draws)
     return outputs
 
 
-def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]], cp: int) -> list[Any]:
+def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Sequence[Any]], grid: Grid) -> list[Any]:
     """Runs the graphs node by node, each node on all ranks."""
     envs: list[dict[str, Any]] = [{} for _ in graphs]
     queues = [iter(values) for values in inputs]
@@ -120,18 +158,18 @@ def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Seq
             values: Sequence[Any] = [next(queue) for queue in queues]
         elif collective is not None:
             arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
-            values = _collective(collective, arguments, cp)
+            values = _collective(collective, arguments, grid)
         elif nodes[0].op == "call_module":
             modules = cast(Sequence[nn.Module], ranks)
             parts = [rank.get_submodule(str(node.target)) for rank, node in zip(modules, nodes, strict=True)]
             operands = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
-            values = run_lockstep(parts, operands, cp)
+            values = run_lockstep(parts, operands, grid)
         elif nodes[0].op == "get_attr":
             modules = cast(Sequence[nn.Module], ranks)
             values = [rank.get_submodule(str(node.target)) for rank, node in zip(modules, nodes, strict=True)]
         elif isinstance(nodes[0].target, Vjp):
             arguments = [_arguments(node, env)[0] for node, env in zip(nodes, envs, strict=True)]
-            run = partial(run_lockstep, cp=cp)
+            run = partial(run_lockstep, grid=grid)
             values = custom_vjp.run_vjps_in_lockstep([node.target for node in nodes], arguments, run)
         else:
             values = _each(nodes, envs)
@@ -140,18 +178,13 @@ def _run(graphs: Sequence[fx.Graph], ranks: Sequence[Runs], inputs: Sequence[Seq
     raise AssertionError("a graph ends in its output")
 
 
-def _collective(collective: Callable[..., Any], arguments: Sequence[Sequence[Any]], cp: int) -> list[Any]:
-    """Runs a collective in each group of its axis: of neighbours along `tp`, of every tp-th rank along `cp`."""
-    count = len(arguments)
-    tp = count // cp
-    along_cp = [range(i, count, tp) for i in range(tp)]
-    along_tp = [range(i, i + tp) for i in range(0, count, tp)]
-    results: list[Any] = [None] * count
-    for group in along_cp if arguments[0][1] == "cp" else along_tp:
+def _collective(collective: Callable[..., Any], arguments: Sequence[Sequence[Any]], grid: Grid) -> list[Any]:
+    """Runs a collective in each group of its axis."""
+    results: list[Any] = [None] * len(arguments)
+    for group in grid.groups(str(arguments[0][1]), len(arguments)):
         rows = [arguments[i] for i in group]
         # Of other collectives only the operand differs between ranks.
-        takes_rows = collective in (_share, _together, _async_linear)
-        values = collective(rows) if takes_rows else collective(*(row[0] for row in rows), rest=rows[0][2:])
+        values = collective(rows) if collective in OF_ROWS else collective(*(row[0] for row in rows), rest=rows[0][2:])
         for i, value in zip(group, values, strict=True):
             results[i] = value
     return results
@@ -258,7 +291,7 @@ def _halo(*xs: Tensor, rest: tuple[Any, ...]) -> Ranks:
     return tuple(laid_out(y, order_of_dimensions(x)) for x, y in zip(xs, read, strict=True))
 
 
-Ranges = tuple[tuple[int, int], ...]
+Ranges = tuple[Range, ...]
 
 
 class _Share(torch.autograd.Function):
@@ -303,11 +336,42 @@ def _async_linear(arguments: Sequence[Sequence[Any]]) -> Sequence[tuple[Tensor, 
     return [products(x, *row[3:]) for x, row in zip(read, arguments, strict=True)]
 
 
+def _exchange_counts(arguments: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """Runs `exchange_counts(chosen, axis, number, grouped, None)`: `verify` has no capacity."""
+    choices = [(chosen, number, grouped) for chosen, _, number, grouped, _ in arguments]
+    sent = [exchange.rows_to_send(*choice, ranks=len(arguments)) for choice in choices]
+    tables = zip(choices, sent, torch.stack(sent).transpose(0, 1), strict=True)
+    return [exchange.table_of_rows(*choice, *both) for choice, *both in tables]
+
+
+def _sent(xs: Sequence[Tensor], numbers: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Returns what each rank gets of the rows of all. numbers: for each rank, how many rows it sends to each"""
+    pieces = [x.split(list(row)) for x, row in zip(xs, numbers, strict=True)]
+    return [torch.cat(arrived) for arrived in zip(*pieces, strict=True)]
+
+
+def _to_experts(arguments: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """Runs `to_experts(x, axis, table, places)`."""
+    arrived = _sent([row[0] for row in arguments], [exchange.rows_by_rank(row[2])[0] for row in arguments])
+    return [exchange.in_experts_order(x, row[3]) for x, row in zip(arrived, arguments, strict=True)]
+
+
+def _to_rows(arguments: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """Runs `to_rows(x, axis, table, places)`."""
+    rows = [row[0].index_select(0, row[3]) for row in arguments]
+    return _sent(rows, [exchange.rows_by_rank(row[2])[1] for row in arguments])
+
+
 COLLECTIVES: dict[Any, Callable[..., Any]] = {
     **{getattr(collectives, name): conjugate(name) for name in FORWARDS},
     collectives.halo: _halo,
     collectives.share: _share,
     together: _together,
     async_linear: _async_linear,
+    exchange.exchange_counts: _exchange_counts,
+    exchange.to_experts: _to_experts,
+    exchange.to_rows: _to_rows,
 }
 """Operator -> what it does to the tensors of all ranks. Extensions add theirs."""
+OF_ROWS = {_share, _together, _async_linear, _exchange_counts, _to_experts, _to_rows}
+"""Those of them that take the arguments of all ranks, row by row."""

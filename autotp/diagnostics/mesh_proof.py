@@ -11,6 +11,8 @@ With ZeRO, each parameter of a rank is either divided over the replicas or whole
 several stages of the rank read, that have no dimension, or no element on the rank. The nodes that gather and sum the
 divided ones are typed (passes/check/gathers.py), and run where a step is compared.
 
+With `ep`, each graph whose rows travel computes the graph before (passes/check/expert_rows.py).
+
 Trusted are what the check trusts, torch's pipelining, and the collectives. `NOT_PROVED` says what of ZeRO is trusted.
 """
 
@@ -35,12 +37,20 @@ from autotp.passes.check.stage_composition import Composition, compose
 from autotp.passes.emit.zero.room import Room
 from autotp.passes.emit.zero.sharded_unit import ShardedUnit
 from autotp.passes.pipeline.stages import Division, Stage, staged
+from autotp.passes.plan.experts.expert_parallel import exchanges
 from autotp.passes.program.program import Program
 from autotp.rules.call import nbytes_of
 from autotp.training.compute_dtype import cast_arguments
 from autotp.training.microbatches import batch_tensors, places_of_rows
 from autotp.training.pipeline.schedule_actions import Action, actions_of, play
-from autotp.training.pipeline.schedules import Training, analyse_microbatch, division, learning_of, stages_of
+from autotp.training.pipeline.schedules import (
+    Training,
+    analyse_microbatch,
+    division,
+    expect_parts_of_experts,
+    learning_of,
+    stages_of,
+)
 from autotp.training.process_groups import holders, read_by_several_stages
 
 NOT_PROVED = "that replicas divide a parameter alike, and the two collectives of each unit (a block, or all else)"
@@ -64,12 +74,14 @@ class MeshProof:
         not_computed: why no step was compared with one device; "" if one was.
         whole: with ZeRO, the parameters that each replica holds whole. The others are divided over the replicas; a rank
             that has no element of one has nothing to divide.
+        ep: the number of ranks that experts are cut over.
+        of_experts: the parameters of which each of these ranks stores its own experts.
         without_gradient: in a pipeline, the parameters that get no gradient, for the loss has none on one device.
     """
 
     DATA = (
         "ranks", "tp", "cp", "pp", "dp", "schedule", "interleave", "microbatches", "zero", "operators", "division",
-        "sent", "parameters", "tied", "actions", "not_computed", "whole", "without_gradient",
+        "sent", "parameters", "tied", "actions", "not_computed", "whole", "without_gradient", "ep", "of_experts",
     )  # fmt: skip
 
     tp: int
@@ -89,6 +101,8 @@ class MeshProof:
     whole: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
     interleave: int | None = None
+    ep: int = 1
+    of_experts: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -133,8 +147,12 @@ class MeshProof:
             f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)} x {self.dp} replica{'s' * (self.dp > 1)}"
         )
         yield "loss", f"a sum over independent rows, so that {parts} add up to the whole batch"
+        if self.of_experts:
+            text = f"{_number(len(self.of_experts))} parameters, each of {self.ep} ranks stores its own"
+            yield "experts", f"{text}; rows travel to the ranks of their experts, and back to their places"
         if self.divides:
-            split = f"{_number(self.parameters - len(self.whole))} parameters are divided over {self.dp} replicas"
+            divided = _number(self.parameters - len(self.whole) - len(self.of_experts))
+            split = f"{divided} parameters are divided over {self.dp} replicas"
             rest = f", {len(self.whole) or 'none'} {'are' if len(self.whole) > 1 else 'is'} whole on each"
             yield "ZeRO", f"stage {self.zero}: {split}{rest}; the gradient of each is summed over the replicas once"
             yield "gathers", "each block finds its parameters gathered, in forward and in backward"
@@ -173,6 +191,8 @@ def prove(
     programs = [
         analyse_microbatch(skeleton, args, kwargs, tp, training, None, rows, cp_rank) for cp_rank in range(training.cp)
     ]
+    for of_cp_rank in programs:
+        expect_parts_of_experts(of_cp_rank, training.ep, dp)
     program = programs[0]
     counts, divisions, first_graph = list[int](), list[tuple[Division, Composition]](), fx.Graph()
     first_stages = list[Stage]()
@@ -196,10 +216,11 @@ def prove(
             raise Error(f"tp rank {rank % tp} would divide its graph in another way than tp rank 0", fix=REPORT)
     names = program.captured.parameters
     tied = _homes(composed, names, first.ranks)
+    of_experts = dict.fromkeys(name for some in exchanges(program.graph, names) for name in some)
     undivided = {name for name, layout in program.layouts.items() if not layout.shape or 0 in layout.shape}
     undivided_names = tuple(sorted(_read_twice(composed, names, first.ranks) | undivided))
     if training.zero and dp > 1:
-        gathered = {*names.values()} - {*undivided_names}
+        gathered = {*names.values()} - {*undivided_names} - of_experts.keys()
         for stage in first_stages:
             room = None if training.gathers_once(pp) else Room[ShardedUnit]()
             plain = replace(training, memory=None)  # What a budget keeps moves no gather.
@@ -210,7 +231,7 @@ def prove(
     proof = MeshProof(
         tp, pp, dp, training.schedule, training.microbatches, training.zero, tuple(counts), first, sent,
         len(names), tied, sum(map(len, order)), training.cp, whole=undivided_names if training.zero else (),
-        without_gradient=still, interleave=training.interleave,
+        without_gradient=still, interleave=training.interleave, ep=training.ep, of_experts=tuple(of_experts),
     )  # fmt: skip
     return program, first_graph, proof
 

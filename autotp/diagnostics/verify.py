@@ -26,7 +26,7 @@ from autotp.diagnostics.differences import (
     step_differences,
 )
 from autotp.diagnostics.double import add_noise, all_double, copied_model, doubled
-from autotp.diagnostics.lockstep import run_programs, simulated
+from autotp.diagnostics.lockstep import Grid, run_programs, simulated
 from autotp.diagnostics.mesh_proof import MeshProof, prove
 from autotp.diagnostics.mesh_step import compare_step
 from autotp.diagnostics.plan import Plan
@@ -140,6 +140,7 @@ class Report(Shown):
     def title(self) -> str:
         """The model, and the sizes of the mesh."""
         sizes = "" if self.mesh is None else f", pp={self.mesh.pp}, dp={self.mesh.dp}"
+        sizes += f", ep={self.mesh.ep}" if self.mesh is not None and self.mesh.ep > 1 else ""
         return f"{self.plan.model} on {self.plan.sizes}{sizes}"
 
 
@@ -238,7 +239,7 @@ def run_ranks(trial: Trial, change: Edit = _unchanged) -> Ran[tuple[list[RankTen
         caches = {place: analysis.captured.buffers[place] for place in analysis.caches}
         names = {**{name: f"input {i}" for i, name in enumerate(inputs)}, **caches}
         operands_of_ranks = [{place: rank[name] for place, name in names.items()} for rank in ranks]
-        rows = run_programs(programs, operands_of_ranks, analysis.options.cp)
+        rows = run_programs(programs, operands_of_ranks, Grid(cp=analysis.options.cp))
         return rows[0], (ranks, rows)
 
 
@@ -470,6 +471,7 @@ def verify(
     zero: Literal[0, 1, 2, 3] = 0,
     example_inputs: Any = None,
     cp: int = 1,
+    ep: int = 1,
     **options: Unpack[VerifyOptions],
 ) -> Report:
     """Compares `tp` ranks of `model` with the model itself, and returns the differences.
@@ -479,13 +481,13 @@ def verify(
     copies run, with noise added to their parameters. For a model on `meta` the graph is checked and its collectives are
     counted, but nothing is computed.
 
-    With `pp`, `dp` or `microbatches`, it proves and compares what `distribute` would train: the graphs of all ranks and
-    stages, and a step on a whole batch, in training mode. A model that draws random numbers is proved only.
+    With `pp`, `dp`, `ep` or `microbatches`, it proves and compares what `distribute` would train: the graphs of all
+    ranks and stages, and a step on a whole batch, in training mode. A model that draws random numbers is proved only.
 
     Args:
         model: an ordinary model, in the mode (train or eval) that is to be verified.
         tp: the number of ranks.
-        pp, dp, schedule, interleave, zero: as for `distribute`. The nodes of ZeRO are checked and run, each
+        pp, dp, ep, schedule, interleave, zero: as for `distribute`. The nodes of ZeRO are checked and run, each
             replica's on whole parameters.
         microbatches: as for `distribute`; by default as many as pipeline ranks. The step that is compared is made of
             the rows of the example inputs, which are those of a microbatch.
@@ -505,18 +507,18 @@ def verify(
     def run() -> Report:
         tell_errors()
         expect_options(verify, options)
-        settings = Options(cp=cp, **options)
+        settings = Options(cp=cp, ep=ep, **options)
         parts = microbatches_of(pp) if microbatches is None else microbatches
         training = training_of(settings, parts, schedule, zero, interleave)
         expect_usable("verify", model, tp, settings)
         expect_layout(settings, training, (tp, pp, dp))
-        if (pp, dp, parts) == (1, 1, 1):
+        if not training.is_stepped(pp, dp):
             return compare_calls(model, find_inputs(model, example_inputs), tp, settings)
         expect_blocks(model, training, pp)
         args, kwargs = find_inputs(model, example_inputs)
         return compare_mesh(model, (args, library().with_documents(model, kwargs)), (tp, pp, dp), training)
 
-    sizes = f", cp={cp}" * (cp != 1) + f", pp={pp}, dp={dp}" * ((pp, dp) != (1, 1))
+    sizes = f", cp={cp}" * (cp != 1) + f", pp={pp}, dp={dp}" * ((pp, dp) != (1, 1)) + f", ep={ep}" * (ep != 1)
     return within(f"verify({type(model).__name__}, tp={tp}{sizes})", run)
 
 
@@ -537,7 +539,7 @@ def expect_layout(settings: Options, training: Training, sizes: tuple[int, int, 
     """Raises Error if no model can be trained in this layout of (tp, pp, dp) ranks."""
     tp, pp, dp = sizes
     expect_training(training, pp, dp, tp)
-    if (pp, dp, training.microbatches) == (1, 1, 1):
+    if not training.is_stepped(pp, dp):
         if training.schedule != "1F1B" or training.zero:
             raise Error(
                 "schedule and zero are options of distribute, and this is one call of a model",

@@ -61,8 +61,9 @@ def distribute(
         pp: pipeline parallelism: the number of ranks that the model's blocks are divided among.
         dp: data parallelism: the number of replicas, of `tp * cp * pp` ranks each, with its own part of the batch each.
         cp: context parallelism: the number of ranks that sequences are cut over, as in `parallelize`.
-        ep: expert parallelism: the number of neighbouring replicas that experts are cut over. It divides `dp`: replicas
-            send each other the rows of a mixture of experts, and each has some experts whole, or cut by `tp` in width.
+        ep: expert parallelism: the number of ranks that experts are cut over: of neighbouring replicas, and where there
+            are fewer, of ranks along `cp`. It divides `dp * cp`: these ranks send each other the rows of a mixture of
+            experts, and each has some experts whole, or cut by `tp` in width.
         microbatches: the number of parts in which a replica computes its part of the batch.
         schedule: the order in which microbatches go through the pipeline, named as torch's schedules. Under
             "interleaved", "zero-bubble" and "zero-bubble-v" each rank has two stages.
@@ -150,22 +151,28 @@ def expect_training(training: Training, pp: int, dp: int, tp: int) -> None:
 
 def expect_experts(training: Training, dp: int) -> None:
     """Raises Error if experts cannot be cut over replicas in this layout, or beside another option."""
-    ep = training.ep
-    if dp % ep:
+    ep, cp = training.ep, training.cp
+    of_dp = math.gcd(ep, dp)
+    if cp % (ep // of_dp):
+        ranks = f"dp={dp}" if cp == 1 else f"dp={dp} times cp={cp}"
         raise Error(
-            f"ep={ep} does not divide dp={dp}: experts are cut over replicas",
+            f"ep={ep} does not divide {ranks}: experts are cut over replicas, and over parts of sequences",
             fix=f"dp={-(-dp // ep) * ep}, with as many times more ranks, or a smaller tp",
-            alternative=f"ep={math.gcd(ep, dp)}",
+            alternative=f"ep={of_dp}",
         )
     if ep == 1:
         return
+    if training.capacity is not None and ep != of_dp:
+        problem = f"ep={ep} over cp={cp} beside capacity={training.capacity}: parts of a sequence differ in length"
+        raise Error(problem, fix="ep that divides dp", alternative="capacity=None")
+    if training.zero and ep != of_dp:
+        problem = f"ep={ep} over cp={cp} beside zero={training.zero}: its experts are not divided over replicas"
+        raise Error(problem, fix="ep that divides dp", alternative="zero=0")
     if training.capacity is None and (training.memory is not None or training.recompute == "full"):
         option = 'recompute="full"' if training.memory is None else f"memory={training.memory!r}"
         problem = f"ep={ep} beside {option}: how many rows come to a rank's experts is known only when they are there"
         fix = "capacity=1.25, with which all sizes are known"
         raise Error(problem, fix=fix, alternative='recompute="selective", without memory=')
-    if training.cp > 1:
-        raise Error(f"ep={ep} beside cp={training.cp}: rows of experts are not cut along the sequence", fix="cp=1")
     if ENGINES[training.schedule].halves:
         problem = f"ep={ep} beside schedule={training.schedule!r}: in its halves of backward rows do not travel"
         raise Error(problem, fix='schedule="1F1B"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.distributed.mesh import Mesh, group_of, new_group, with_number
 from autotp.groups.process_group import backend_of
 from autotp.passes.pipeline.stages import Stage
+from autotp.passes.plan.experts.expert_parallel import CP_COPIES, EP
 from autotp.training.pipeline.schedules import parameters_of_stage
 
 
@@ -79,19 +81,39 @@ def with_sequences(place: Mesh, mesh: DeviceMesh) -> Mesh:
     return replace(place, sequence=mesh_along(place, mesh.get_group("cp"), "cp"))
 
 
-def expert_meshes(place: Mesh, mesh: DeviceMesh, ep: int, timeout: timedelta) -> tuple[Mesh, Mesh]:
-    """Returns the mesh of `ep` neighbouring replicas, which have all experts, and that of those with the same experts.
+def expert_meshes(place: Mesh, mesh: DeviceMesh, ep: int, timeout: timedelta) -> tuple[Mesh, Mesh, Mesh]:
+    """Returns the mesh of `ep` ranks that have all experts, and two of ranks with the same: replicas, and along `cp`.
 
     Their groups are those of the mesh where these have the same ranks.
     """
-    dim, existing = (mesh.mesh_dim_names or ()).index("dp"), mesh.get_all_groups()
-    # [... dp ...] -> [rows dp/ep ep]
-    replicas = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim) // ep, ep)
+    dims = [dim for dim, name in enumerate(mesh.mesh_dim_names or ()) if name in ("dp", "cp")]
+    # [... dp (cp) ...] -> [... dp cp]
+    ranks = mesh.mesh.movedim(dims, [*range(-len(dims), 0)]).reshape(-1, mesh.size(dims[0]), place.cp)
 
     def along(axis: str, rows: torch.Tensor) -> Mesh:
-        return mesh_along(place, _group(existing, rows.flatten(0, 1), timeout, axis), axis)
+        return mesh_along(place, _group(mesh.get_all_groups(), rows, timeout, axis), axis)
 
-    return along("ep", replicas), along("dp/ep", replicas.transpose(1, 2))
+    ep_mesh, dp_copies, cp_copies = (along(axis, rows) for axis, rows in ranks_of_experts(ranks, ep).items())
+    return ep_mesh, dp_copies, cp_copies
+
+
+def ranks_of_experts(ranks: torch.Tensor, ep: int) -> dict[str, torch.Tensor]:
+    """Returns the ranks along each axis that experts know, [groups ranks]: see `expert_meshes`.
+
+    Along `ep` are neighbouring replicas, as many as divide both numbers, times ranks along `cp` for the rest.
+
+    Args:
+        ranks: [... dp cp]
+    """
+    *_, dp, cp = ranks.shape
+    of_dp = math.gcd(ep, dp)
+    of_cp = ep // of_dp
+    parts = ranks.reshape(-1, dp // of_dp, of_dp, of_cp, cp // of_cp)
+    return {
+        EP: parts.movedim(4, 2).reshape(-1, ep),
+        "dp/ep": parts.movedim(1, 4).reshape(-1, dp // of_dp),
+        CP_COPIES: parts.reshape(-1, cp // of_cp),
+    }
 
 
 def mesh_of_rows(*axes: Mesh) -> DeviceMesh:

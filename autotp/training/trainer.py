@@ -96,6 +96,7 @@ from autotp.training.pipeline.schedules import (
     division,
     engine,
     expect_forward_alone,
+    expect_parts_of_experts,
     learning_of,
     parameters_of_stage,
     stages_of,
@@ -232,7 +233,7 @@ class Trainer(InGraphs, HasHoldings):
         )
         self.layouts = dict(analysis.layouts)
         if training.ep > 1:  # Only now all ranks are known to have the same `ep`.
-            self._ep, self._copies = groups.expert_meshes(self.place, mesh, training.ep, timeout)
+            self._ep, self._copies, self._cp_copies = groups.expert_meshes(self.place, mesh, training.ep, timeout)
         groups_of_ranks = groups_of(self._ranks.rank, mesh)
 
         def facts(lowered: fx.Graph) -> list[Fact]:
@@ -399,7 +400,8 @@ class Trainer(InGraphs, HasHoldings):
         of_experts = frozenset(name for name, tensor in tensors.items() if tensor in self._experts)
         replicated = [(place, uncut(tensors, self.layouts)), (self.replicas, frozenset(tensors) - of_experts)]
         replicated += [(self._copies, of_experts)] if of_experts else []
-        replicated += [] if place.sequence is None else [(place.sequence, frozenset(tensors))]
+        replicated += [] if place.sequence is None else [(place.sequence, frozenset(tensors) - of_experts)]
+        replicated += [(self._cp_copies, of_experts)] if of_experts else []
         for mesh in dict.fromkeys(self.tied.values()):
             replicated.append((mesh, frozenset(name for name, tied_mesh in self.tied.items() if tied_mesh is mesh)))
         # The skeleton has the tensors of all stages, and this rank only those of its own.
@@ -429,10 +431,12 @@ class Trainer(InGraphs, HasHoldings):
         self.skeleton.train(training)
         layouts = getattr(self, "layouts", None)
         place, device_type = self.place, self.place.device.type
-        return analyse_microbatch(
+        program = analyse_microbatch(
             self.skeleton, args, kwargs, place.size, self._training, layouts, rows, place.cp_rank,
             device_type=device_type, padded=padded,
         )  # fmt: skip
+        expect_parts_of_experts(program, self._training.ep, self.replicas.size)
+        return program
 
     def _arguments(self, args: Any, kwargs: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
         """Returns the arguments of a step by name, in the dtype in which it computes."""
@@ -550,7 +554,7 @@ class Trainer(InGraphs, HasHoldings):
                 fix="example_inputs, or a first step, in which forward runs all blocks",
             )
         owners = {name: module_at(self, name) for name in stage.blocks}
-        axes = place.groups | (self._ep.groups if self._exchanges else {})
+        axes = place.groups | (self._ep.groups | self._cp_copies.groups if self._exchanges else {})
         program = replace(analysis, layouts=self._with_own_experts(analysis.layouts))
         ready = rank_program(stage.graph, program, self._training, place.device, axes, seat)
         if self._gathers:

@@ -6,6 +6,7 @@ Two facts are derived from the new graph alone. Without the moves it is the old 
 value is of one rank's rows, or of the rows of this rank's experts by one table, or of no rows: no operator reads values
 of both kinds, and what a rank stores of an expert's weights is read for rows of its experts only. So the gradient of
 such a weight is a sum over the rows of all ranks along `ep`, and that of any other parameter is a term of such a sum.
+Where sequences are cut, a weight is copied along `cp/ep` in place of `cp`, and no other value is.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any, NoReturn
 from torch import fx
 
 from autotp.errors import REPORT, Error
+from autotp.ops.collectives import copy
 from autotp.ops.experts import exchange
 from autotp.ops.experts import rows as routing
-from autotp.passes.check.erase import target_name
+from autotp.passes.check.erase import is_along, target_name
 from autotp.source_location import line_of
 
 MOVES = (exchange.own, exchange.select_own, exchange.to_experts, exchange.to_rows)
@@ -76,6 +78,8 @@ def _call(node: fx.Node, old_nodes: Mapping[fx.Node, fx.Node]) -> Any:
         target = routing.dispatch if node.target is exchange.arrival else routing.counts
         return "call_function", target, str((old_nodes[chosen], number, grouped, 0, number, capacity)), "{}"
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: old_nodes.get(n, n))
+    if node.target is copy:  # See NOTE [Copies of experts]; `_kinds` says whose copies these are.
+        args = (args[0], str(args[1]).partition("/")[0])
     return node.op, node.target, str(args), str(kwargs)
 
 
@@ -108,6 +112,8 @@ def _kinds(node: fx.Node, kinds: Mapping[fx.Node, Kinds], inputs: Collection[str
         if not result <= {OWN_ROWS}:
             _refuse(node, "reads rows of this rank's experts")
         return frozenset()
+    if node.target is copy and is_along(node.args[1], "cp") and (node.args[1] == "cp") == (OWN_EXPERTS in result):
+        _refuse(node, f"sums gradients over the ranks along `{node.args[1]}`")
     if node.target in (routing.spread, routing.grouped_mm):
         weight: Any = node.args[int(node.target is routing.grouped_mm)]
         if kinds[weight] != {OWN_EXPERTS}:

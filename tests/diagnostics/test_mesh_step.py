@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from hugging_face import FAMILIES, MODELS, built, tiny
-from small_models import Regression, gpt
+from small_models import AttendingMixtures, Regression, gpt
 from torch import Tensor, nn
 
 import autotp
-from autotp.diagnostics import mesh_step, verify
+from autotp.diagnostics import lockstep, mesh_step, verify
 from autotp.passes.emit.attach_parameters import ParameterPlace
 from autotp.passes.emit.rank_program import RankProgram
+from autotp.passes.plan.experts import expert_parallel
+from autotp.passes.program import planned
 
 SIZES: dict[str, Any] = {"block_size": 8, "vocab_size": 61, "n_layer": 4, "n_head": 4, "n_embd": 16}
 MESHES: list[dict[str, Any]] = [
@@ -93,6 +95,75 @@ def test_a_step_of_a_model_without_blocks_is_one_devices() -> None:
     assert autotp.verify(Regression(), 1, dp=3, microbatches=2, example_inputs=inputs).ok
 
 
+EXPERTS: list[dict[str, Any]] = [
+    {"tp": 2, "dp": 2, "ep": 2, "zero": 3},
+    {"tp": 1, "dp": 4, "cp": 2, "ep": 2, "microbatches": 2},
+    {"tp": 1, "dp": 2, "cp": 2, "ep": 4},
+    {"tp": 1, "cp": 2, "ep": 2},
+]
+
+
+@pytest.mark.parametrize("sizes", EXPERTS, ids=str)
+def test_a_step_with_experts_over_ranks_is_one_devices(sizes: dict[str, Any]) -> None:
+    """Rows of all replicas travel together, and the loss balances experts over the whole batch."""
+    report = autotp.verify(mixtures(), example_inputs=ROWS_OF_MIXTURES, **sizes)
+    assert report.ok and report.worst.error < 1e-12 and report.mesh is not None, report
+    assert report.mesh.of_experts == tuple(f"{layer}.{name}" for layer in ("first", "second") for name in STACKS)
+    assert f"8 parameters, each of {sizes['ep']} ranks stores its own" in str(report)
+
+
+class Pooled(AttendingMixtures):
+    """Its experts compute a mean of each sequence."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x: [batch seq 8], y: [batch seq 3]"""
+        query, key, value = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.attention(x).split(8, -1))
+        x = x + nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return nn.functional.mse_loss(self.head(self.first(x.mean(1))), y.mean(1))
+
+
+def test_experts_of_whole_sequences_are_not_cut_over_parts_of_them() -> None:
+    """Each part would send the same rows."""
+    assert autotp.verify(Pooled(), 1, dp=2, cp=2, ep=2, example_inputs=ROWS_OF_MIXTURES).ok
+    with pytest.raises(autotp.Error, match=r"`first\.up` has rows of whole ones on every cp rank"):
+        autotp.verify(Pooled(), 1, cp=2, ep=2, example_inputs=ROWS_OF_MIXTURES)
+
+
+STACKS = "up", "up_bias", "down", "down_bias"
+ROWS_OF_MIXTURES = torch.randn(4, 6, 8), torch.randn(4, 6, 3)
+
+
+def mixtures() -> nn.Module:
+    torch.manual_seed(0)
+    return AttendingMixtures()
+
+
+def rows_at_other_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row that arrives is taken for the one after it."""
+    sent = lockstep._sent
+    monkeypatch.setattr(lockstep, "_sent", lambda *given: [x.roll(1, 0) for x in sent(*given)])
+
+
+def experts_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_step, "chunk_bounds", lambda size, ranks, rank: (0, size // ranks))
+
+
+def experts_summed_over_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of an expert's copy is that of all ranks along cp, which have rows of other experts."""
+    monkeypatch.setattr(expert_parallel, "CP_COPIES", "cp")
+    monkeypatch.setattr(planned, "expect_expert_rows", lambda *given: None)
+
+
+@pytest.mark.parametrize(
+    "fault", [rows_at_other_places, experts_of_another_rank, experts_summed_over_all_parts], ids=lambda it: it.__name__
+)
+def test_mesh_step_sees_faults_of_experts(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    assert not autotp.verify(mixtures(), 1, cp=2, ep=2, example_inputs=ROWS_OF_MIXTURES).ok
+
+
 def test_a_model_that_draws_is_proved_only() -> None:
     report = autotp.verify(gpt(0, **SIZES, dropout=0.1), 2, pp=2, microbatches=2)
     assert report.ok and not report.gradients
@@ -128,9 +199,9 @@ def a_tied_part_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return replace(program, read=read)
 
-    def detached(programs: list[RankProgram], given: Any, cp: int) -> Any:
+    def detached(programs: list[RankProgram], given: Any, grid: Any) -> Any:
         calls[0] += 1
-        return run(list(map(without_table, programs)) if calls[0] % 2 == 0 else programs, given, cp)
+        return run(list(map(without_table, programs)) if calls[0] % 2 == 0 else programs, given, grid)
 
     monkeypatch.setattr(mesh_step, "run_programs", detached)
 

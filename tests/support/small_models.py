@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 import autotp
 from autotp.deferred_init.initialize import initialize
 from autotp.models.gpt import GPT, GPTConfig
+from autotp.ops.grouped_mm import OPERATOR
 from autotp.passes.canonicalize.cse import cse
 from autotp.passes.capture.capture import capture
 from autotp.passes.capture.captured import Attempt
@@ -481,6 +482,27 @@ class Mixture(nn.Module):
         h = F.gelu(self.grouped(x[places], self.up, ends) + self.up_bias[ordered])
         y = (self.grouped(h, self.down, ends) + self.down_bias[ordered]) * weights[places]
         return y[places.argsort()]
+
+
+class AttendingMixtures(nn.Module):
+    """Attention and two layers of experts; its loss balances these, as Fedus et al. 2021, section 2.2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.Linear(8, 24), nn.Linear(8, 3)
+        self.first, self.second = Mixture(OPERATOR), Mixture()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x: [batch seq 8], y: [batch seq 3]"""
+        query, key, value = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.attention(x).split(8, -1))
+        x = x + F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        rows, balance = x.flatten(0, 1), x.new_zeros(())
+        for layer in (self.first, self.second):
+            probabilities = layer.router(rows).softmax(-1)
+            shares = F.one_hot(probabilities.argmax(-1), 4).to(x.dtype).mean(0)
+            balance = balance + 0.3 * 4 * (shares * probabilities.mean(0)).sum()
+            rows = layer(rows)
+        return F.mse_loss(self.head(rows), y.flatten(0, 1)) + balance
 
 
 # ---- attention with fewer key/value heads than query heads

@@ -62,11 +62,30 @@ def exchange_counts(
         table = torch.full([2, ranks, number // ranks], slots, device=chosen.device)
         NUMBERS.keep(table, [slots] * table.numel())
         return table
+    sent = rows_to_send(chosen, number, grouped, ranks)
+    return table_of_rows(chosen, number, grouped, sent, send_rows(sent, group, [1] * ranks, [1] * ranks))
+
+
+def rows_to_send(chosen: Tensor, number: int, grouped: bool, ranks: int) -> Tensor:
+    """Returns how many rows go to each expert of each rank, and how many of this rank's rows chose no expert.
+
+    Each rank is told the latter, so that none waits for these rows. -> [ranks experts/ranks+1], int64
+    """
     row_counts = counts(chosen, number, grouped, 0, number)
-    # A rank also sends how many of its rows chose no expert, so that no other rank waits for these.
     lost = (len(chosen) - row_counts.sum()).expand(ranks, 1)
-    sent = torch.cat([row_counts.view(ranks, -1), lost], 1)
-    table = torch.stack([sent, send_rows(sent, group, [1] * ranks, [1] * ranks)])
+    return torch.cat([row_counts.view(ranks, -1), lost], 1)
+
+
+def table_of_rows(chosen: Tensor, number: int, grouped: bool, sent: Tensor, received: Tensor) -> Tensor:
+    """Returns the table of what ranks have told each other: [2 ranks experts/ranks]. Waits for the device.
+
+    Args:
+        sent, received: of this rank and of the others, as from `rows_to_send`.
+
+    Raises:
+        Error: an index is out of range.
+    """
+    table = torch.stack([sent, received])
     numbers = table.tolist()
     if any(row[-1] for row in numbers[1]):
         rank = next(rank for rank, row in enumerate(numbers[1]) if row[-1])

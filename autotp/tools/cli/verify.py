@@ -57,8 +57,8 @@ def verify_command(
     Example: autotp verify file.py:factory --tp 2 3 --layers 1
 
     The exit status is 1 if they are DIFFERENT, or the model is refused; 2 if this layout cannot be. Where they are
-    DIFFERENT, the guilty weight, pass and rule are found by halving. With --pp, --dp or --microbatches, it proves and
-    compares the step that `autotp.distribute` would train:
+    DIFFERENT, the guilty weight, pass and rule are found by halving. With --pp, --dp, --ep or --microbatches, it proves
+    and compares the step that `autotp.distribute` would train:
     autotp verify path/to/config.json --tp 8 --pp 16 --dp 64 --microbatches 16 --meta
     """
     expect_writable(html)
@@ -79,7 +79,7 @@ def verify_command(
     results: list[Result] = []
     for size in tp:
         # Halving compares the ranks of one model: it knows no stages and no replicas.
-        if (pp, dp, parts) != (1, 1, 1):
+        if training.is_stepped(pp, dp):
             results.append((verify(built, size, example_inputs=example_inputs, **mesh, **chosen), None))
         else:
             report, call = _verified(built, example_inputs, size, settings)

@@ -21,7 +21,6 @@ from autotp.tools.estimation.counts.pieces import CAPTURED_ROWS, Capturing, Lowe
 from autotp.tools.estimation.layout import AUTOTP, COMPILED, StepLayout
 from autotp.tools.estimation.price import Prices, price, savings
 from autotp.tools.estimation.result import Estimate
-from autotp.training.distribute import expect_experts
 from autotp.training.pipeline.schedules import Schedule, engine_of
 
 LENGTHS = ("block_size", "n_positions", "max_position_embeddings", "seq_length", "n_ctx", "max_seq_len")
@@ -151,7 +150,7 @@ def lowered_for(call: Capturing, layout: StepLayout, without: tuple[str, ...] = 
     """
     # What was asked for is checked as `distribute` checks it, also where a microbatch has one row.
     expect_choices(layout.training)
-    expect_experts(layout.training, layout.dp)
+    layout.expect_experts()
     overlap: Overlap = layout.overlap if layout.micro_batch > 1 else "none"  # A divided row is not counted.
     training = replace(layout.training, without=without, overlap=overlap, memory=None, zero=0)
     try:

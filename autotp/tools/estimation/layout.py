@@ -9,6 +9,7 @@ import torch
 
 from autotp.errors import Error
 from autotp.options import CpAttention, Memory, Overlap, Recompute
+from autotp.training.distribute import expect_experts
 from autotp.training.pipeline.schedules import Training
 
 DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
@@ -88,6 +89,13 @@ class StepLayout:
             compute_dtype=self.dtype, cp=self.cp, ep=self.ep, overlap=self.overlap, cp_attention=self.cp_attention,
             zero=self.zero,
         )  # fmt: skip
+
+    def expect_experts(self) -> None:
+        """Raises Error if `distribute` refuses to cut experts over ranks, or their exchange is not counted."""
+        expect_experts(self.training, self.dp)
+        if self.ep > 1 and self.cp > 1:
+            problem = f"ep={self.ep} beside cp={self.cp}: estimates do not count rows of parts of sequences"
+            raise Error(problem, fix="cp=1, or distribute, which has both")
 
     def equals_but_for_micro_batch(self, layout: StepLayout) -> bool:
         """True if the layouts are equal, or differ in the rows of a microbatch only."""

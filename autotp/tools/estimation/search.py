@@ -36,7 +36,6 @@ from autotp.tools.estimation.layout import AUTOTP, COMPILED, Practice, StepLayou
 from autotp.tools.estimation.price import Prices, memory_of_ranks, price, step_seconds
 from autotp.tools.estimation.result import Estimate
 from autotp.tools.estimation.start_lines import in_lines, python_line, torchrun_line
-from autotp.training.distribute import expect_experts
 from autotp.training.pipeline.schedules import engine_of
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -426,9 +425,9 @@ class Layouts:
 
 
 def _cuts_experts(layout: StepLayout) -> bool:
-    """True unless `distribute` refuses to cut experts over replicas in a layout."""
+    """True unless `distribute` or `estimate` refuses to cut experts over ranks in a layout."""
     try:
-        expect_experts(layout.training, layout.dp)
+        layout.expect_experts()
     except Error:
         return False
     return True

@@ -21,6 +21,7 @@ from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.documents import expect_ends_in_parts
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, partition
+from autotp.passes.plan.experts.expert_parallel import experts_of_whole_sequences
 from autotp.passes.plan.infer_axes import Axes, infer_axes
 from autotp.passes.program.program import CallState, Program
 from autotp.rules.call import placeholders, returned
@@ -50,6 +51,10 @@ class Training(Options):
     def engine(self) -> Engine:
         """The properties of the schedule."""
         return engine_of(self.schedule, self.interleave)
+
+    def is_stepped(self, pp: int, dp: int) -> bool:
+        """Whether only `distribute` has this layout: its step is more than one call of a model on its ranks."""
+        return (pp, dp, self.microbatches, self.ep) != (1, 1, 1, 1)
 
     def gathers_once(self, pp: int) -> bool:
         """Whether parameters that ZeRO gathers stay until a step ends.
@@ -375,6 +380,13 @@ def analyse_microbatch(
     if training.compute_dtype:
         expect_products_of_one_dtype(analysis)
     return analysis
+
+
+def expect_parts_of_experts(program: Program, ep: int, dp: int) -> None:
+    """Raises Error if experts are cut over ranks along `cp`, and each of these has the rows of whole sequences."""
+    if dp % ep and (whole := experts_of_whole_sequences(program.graph, program.captured.parameters)):
+        problem = f"ep={ep} is over parts of sequences, and `{whole[0]}` has rows of whole ones on every cp rank"
+        raise Error(problem, fix="ep that divides dp, or cp=1")
 
 
 def learning_of(analysis: Program) -> frozenset[str] | None:

@@ -15,6 +15,12 @@ Experts may read what is computed of parameters, such as a stack with an adapter
 on this rank's experts, `baddbmm(own(w, 4), ...)`. What has the experts elsewhere, as adapters of peft have, every rank
 stores and computes whole, and reads its part: `select_own(x, "ep", 4)`. So it is with a stack that something else reads
 whole, too. The gradient of such a parameter is summed over all replicas, as that of any other.
+
+NOTE [Copies of experts]
+Ranks along `ep` are replicas, or have other parts of sequences. Where sequences are cut, each parameter is copied along
+`cp`, so that its gradient is summed over these ranks. The rows of some of them may have come to an expert's rank
+already: they are ranks along `ep`. So a weight of which a rank stores its experts is copied along `cp/ep` instead: the
+ranks along `cp` that have the same experts. Sums over replicas are the trainer's.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ from torch import fx
 
 from autotp.display.text_table import bytes_text
 from autotp.errors import Error
+from autotp.ops.collectives import copy
 from autotp.ops.experts import exchange
 from autotp.ops.experts import rows as routing
 from autotp.passes.builder import Builder, ancestors, fake_mode_of
@@ -41,6 +48,8 @@ from autotp.sharding.layout import Layout
 from autotp.sharding.partition import chunk_bounds
 
 EP = "ep"
+CP_COPIES = "cp/ep"
+"""The mesh axis of the ranks along `cp` that have the same experts."""
 ROWS = 11
 """The number of rows that arrive for an expert in example values: a number that no other size has."""
 
@@ -105,6 +114,16 @@ def with_own_experts(
         name: replace(layout, rows=chunk_bounds(layout.shape[0], ep, rank)) if name in stacks else layout
         for name, layout in layouts.items()
     }
+
+
+def experts_of_whole_sequences(graph: fx.Graph, names: Mapping[str, str]) -> list[str]:
+    """Returns the parameters of experts whose rows are those of whole sequences, on each rank along `cp`.
+
+    Args:
+        names: placeholder -> parameter.
+    """
+    stored = graph.find_nodes(op="call_function", target=exchange.own)
+    return [names[own.args[0].name] for own in stored if all(reader.target is not copy for reader in own.users)]
 
 
 def described(graph: fx.Graph, ep: int, names: Mapping[str, str]) -> str:
@@ -221,8 +240,17 @@ class _Exchanging:
     def _own(self, weight: Any) -> fx.Node:
         """Returns the weights of this rank's experts: NOTE [Weights that are computed]"""
         if weight not in self.owned:
-            self.owned[weight] = self._computed(weight) or self._part(weight)
+            self.owned[weight] = self._copied(weight) or self._computed(weight) or self._part(weight)
         return self.owned[weight]
+
+    def _copied(self, weight: fx.Node) -> fx.Node | None:
+        """Writes a copy along `cp`; None for another weight: NOTE [Copies of experts]"""
+        if weight.target is not copy:
+            return None
+        (parameter,) = weight.all_input_nodes
+        # The gradient of a parameter that every rank stores has all experts, and is summed over all ranks.
+        stored = parameter.name in self.parameters
+        return self.builder.call(copy, self._own(parameter), CP_COPIES) if stored else self._part(weight)
 
     def _part(self, weight: fx.Node) -> fx.Node:
         """Writes a read of this rank's experts' weights, of a parameter that is so stored or of a whole value."""

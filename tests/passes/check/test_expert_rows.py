@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from graphs import canonical
-from small_models import Mixture
+from small_models import AttendingMixtures, Mixture
 from torch import fx, nn
 
+from autotp.compiler import analyse
 from autotp.errors import Error
+from autotp.ops.collectives import copy
 from autotp.ops.experts import exchange
 from autotp.ops.experts import rows as routing
 from autotp.ops.grouped_mm import OPERATOR
+from autotp.options import Options
+from autotp.passes.capture.skeleton import skeleton_of
 from autotp.passes.check.expert_rows import expect_expert_rows
-from autotp.passes.plan.experts.expert_parallel import expert_parallel
+from autotp.passes.plan.experts.expert_parallel import CP_COPIES, expert_parallel
 from autotp.passes.plan.experts.experts import experts
 from autotp.passes.plan.infer_axes import infer_axes
 
@@ -79,6 +84,21 @@ def part_of_rows(graph: fx.Graph, at: Any) -> None:
 def part_of_three(graph: fx.Graph, at: Any) -> None:
     own = at(exchange.own, 0)
     own.target, own.args = exchange.select_own, (own.args[0], "ep", 3)
+
+
+def test_expert_rows_proves_copies_of_experts_along_cp() -> None:
+    """And refuses others: gradients of experts over all of cp, and of routers over a part of it."""
+    inputs = torch.randn(4, 6, 8), torch.randn(4, 6, 3)
+    program = analyse(skeleton_of(AttendingMixtures()), inputs, {}, 1, Options(cp=2, ep=2), last="experts")
+    before, captured = program.graph, program.captured
+    for of_experts, axis in ((None, ""), (True, "cp"), (False, CP_COPIES)):
+        made = expert_parallel(before, program.axes, captured.parameters, 2)
+        if of_experts is not None:
+            copies = [node for node in made.nodes if node.target is copy]
+            chosen = next(node for node in copies if (node.args[0].target is exchange.own) == of_experts)
+            chosen.args = (chosen.args[0], axis)
+        with nullcontext() if of_experts is None else pytest.raises(Error, match=f"ranks along `{axis}`"):
+            expect_expert_rows(before, made, captured.inputs, 2)
 
 
 FAULTS: dict[str, Fault] = {

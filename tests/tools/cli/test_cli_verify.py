@@ -132,3 +132,11 @@ def test_the_page_is_of_one_number_of_ranks(autotp_command, models: Path, tmp_pa
 def test_verify_prints_a_refusal_in_one_line(autotp_command, models: Path) -> None:
     done = autotp_command("verify", f"{models}:Branches:inputs", "--tp", 2)
     assert done.status == 1 and done.err.startswith("autotp: verify(Branches, tp=2): the model branches")
+
+
+def test_verify_knows_experts_over_replicas(autotp_command, models: Path) -> None:
+    """It says so of a model that cannot be trained, and of a layout that cannot be."""
+    done = autotp_command("verify", f"{models}:mlp:inputs", "--tp", 1, "--dp", 2, "--ep", 2, "--meta")
+    assert done.status == 1 and "dp=2, ep=2): the model returns no loss" in done.err
+    done = autotp_command("verify", f"{models}:mlp:inputs", "--tp", 1, "--dp", 2, "--ep", 4)
+    assert done.status == 2 and "ep=4 does not divide dp=2" in done.err

@@ -171,9 +171,10 @@ def test_the_error_bar_counts_the_rows_of_the_fullest_rank() -> None:
     [
         ({"dp": 4, "ep": 3}, "ep=3 does not divide dp=4: experts are cut over replicas"),
         ({"dp": 8, "ep": 8}, "ep=8 does not divide the 4 experts of a layer"),
+        ({"dp": 4, "ep": 2, "cp": 2}, "ep=2 beside cp=2: estimates do not count rows of parts of sequences"),
         ({"dp": 4, "ep": 0}, "ep=0 is not a whole number of 1 or more"),
     ],
-    ids=["dp", "experts", "whole"],
+    ids=["dp", "experts", "sequences", "whole"],
 )
 def test_estimate_refuses_what_distribute_does(layout: dict[str, Any], expected: str) -> None:
     assert expected in message(lambda: estimated(**layout))

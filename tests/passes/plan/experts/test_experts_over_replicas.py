@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from errors import message
 from ranks import Checks, shared
-from small_models import Mixture, assert_values_close
+from small_models import AttendingMixtures, Mixture, assert_values_close
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -104,8 +105,9 @@ def expect_state(trainer: autotp.Trainer, whole: nn.Module, rank: int) -> None:
 @checks.on(2)
 def two_replicas_with_half_of_the_experts_train_as_one_device(rank: int, n: int) -> None:
     """Gradients of experts are no ep times too large (Megatron-LM#5956); those of routers are whole
-    (transformers#48205, torchtitan#4054); the norm counts experts (Megatron-LM#5916); rows come back to their places
-    where a batch has several (torchtitan#3604).
+    (transformers#48205, torchtitan#4054) and alike after each step (torchtitan#2387); the norm counts experts
+    (Megatron-LM#5916); rows come back to their places where a batch has several (torchtitan#3604), and to the weights
+    that the router gave them (transformers#45473).
     """
     whole = layers()
     trainer, _ = train_beside_one_device(whole, dp=2, ep=2)
@@ -115,6 +117,11 @@ def two_replicas_with_half_of_the_experts_train_as_one_device(rank: int, n: int)
         "first.router.weight": [4, 8], "first.router.bias": [4],
     }  # fmt: skip
     expect_state(trainer, whole, rank)
+    for layer in (trainer.first, trainer.second):
+        router: Any = layer.router.weight
+        of_ranks = [torch.empty_like(router.to_local()) for _ in range(n)]
+        torch.distributed.all_gather(of_ranks, router.to_local().detach())
+        assert torch.equal(*of_ranks)
     # All rows have come to a rank's experts; other gradients are summed beside backward from the second step on.
     sums = trainer._gradients.begin(HooksOfStep({}, {}))
     assert {name for name, p in trainer.named_parameters() if p not in sums} == {
@@ -216,6 +223,7 @@ def experts_without_rows_have_zero_gradients_on_every_rank(rank: int, n: int) ->
 
 @checks.on(4)
 def experts_are_cut_by_width_over_tp(rank: int, n: int) -> None:
+    """The bias of an expert's output counts once, not tp times (torchtitan#4245)."""
     whole = layers()
     trainer, _ = train_beside_one_device(whole, tp=2, dp=2, ep=2)
     assert list(trainer.get_parameter("first.up").to_local().shape) == [2, 8, 5]
@@ -236,6 +244,38 @@ def each_replica_has_one_expert(rank: int, n: int) -> None:
     trainer, _ = train_beside_one_device(whole, dp=4, ep=4, recompute="selective")
     assert list(trainer.get_parameter("first.up").to_local().shape) == [1, 8, 10]
     expect_state(trainer, whole, rank)
+
+
+def trains_over_sequences(rank: int, **layout: Any) -> None:
+    """Ranks along cp are as replicas to experts, and a balancing loss knows neither (Megatron-LM#5047).
+
+    Its gradients reach the routers (Automodel#1412), or these would be others.
+    """
+    torch.manual_seed(0)
+    whole = AttendingMixtures().double()
+    trainer, _ = train_beside_one_device(whole, **layout)
+    assert trainer.get_parameter("first.up").to_local().shape[0] == 4 // layout["ep"]
+    assert int(trainer.load.rows["first"].sum()) == 2 * 8 * 3  # Two experts for each token, counted once.
+    expect_state(trainer, whole, rank)
+
+
+@checks.on(4)
+def rows_of_parts_of_sequences_travel(rank: int, n: int) -> None:
+    for zero in (0, 1):
+        trains_over_sequences(rank, dp=2, ep=2, cp=2, zero=zero, microbatches=1 + zero)
+
+
+@checks.on(4)
+def experts_are_cut_over_parts_of_sequences(rank: int, n: int) -> None:
+    """With four parts of three positions, ranks have no rows."""
+    for layout in ({"dp": 2, "ep": 4, "cp": 2}, {"dp": 1, "ep": 2, "cp": 4}, {"dp": 1, "ep": 2, "cp": 2, "tp": 2}):
+        trains_over_sequences(rank, **layout)
+
+
+@checks.on(8, rare=True)
+def experts_are_cut_over_everything(rank: int, n: int) -> None:
+    for ep in (2, 4):
+        trains_over_sequences(rank, tp=2, dp=2, cp=2, ep=ep)
 
 
 @checks.on(2)
@@ -315,6 +355,50 @@ def a_model_without_experts_is_one_error_on_every_rank(rank: int, n: int) -> Non
     assert text.startswith("distribute(Dense, tp=1, pp=1, dp=2, ep=2): ep=2, and no layer has experts")
 
 
+class Misrouted(Layers):
+    """Its second layer chooses an expert that there is not, where `y` says so."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = self.first(x.flatten(0, 1))
+        index = self.second.router(rows).max(-1)[1] + y[..., 0].flatten().long()
+        return torch.bmm(rows.unsqueeze(1), self.second.up[index]).square().mean()
+
+
+@checks.on(2)
+def an_expert_out_of_range_is_one_error_on_every_rank(rank: int, n: int) -> None:
+    """No rank waits for rows that another one cannot send."""
+    torch.manual_seed(0)
+    model = Misrouted().double()
+    values = {"x": torch.randn(4, 3, 8).double() + rank, "y": torch.zeros(4, 3, 3).double()}
+    for index in (4.0, -8.0):
+        step = started(copy.deepcopy(model), dp=2, ep=2).step
+        values["y"][0, 0] = index * rank  # On the second rank alone.
+        text = message(partial(step, **values))
+        assert "rows of ep rank 1 chose no expert of the 4: an index is out of range" in text
+
+
+@checks.on(2)
+def all_rows_to_one_expert_are_computed(rank: int, n: int) -> None:
+    """All of both ranks come to one, and the other one has none."""
+
+    class One(Layers):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            rows = x.flatten(0, 1)
+            index = (self.first.router(rows).sum(-1) * 0 + 3).long()
+            return torch.bmm(rows.unsqueeze(1), self.first.up[index]).square().mean()
+
+    torch.manual_seed(0)
+    whole = One().double()
+    trainer, values = started(copy.deepcopy(whole), dp=2, ep=2), batch(0)
+    expected = whole(**values)
+    expected.backward()
+    assert_values_close(trainer.step(**of_replica(values, trainer)), expected.detach(), **CLOSE)
+    assert trainer.load.rows["first"].tolist() == [0, 0, 0, 24] and trainer.load.imbalance["first"] == 4.0
+    grad: Any = trainer.get_parameter("first.up").grad
+    assert_values_close(grad.full_tensor(), whole.first.up.grad, **CLOSE)
+    assert grad.to_local().any() == (rank == 1)
+
+
 @checks.on(2)
 def another_ep_on_a_rank_is_one_error_on_every_rank(rank: int, n: int) -> None:
     """No rank waits for the others in a group that those do not make."""
@@ -347,11 +431,13 @@ def test_on_ranks(n: int, name: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "does not divide": ({"dp": 4, "ep": 3}, "ep=3 does not divide dp=4: experts are cut over replicas"),
+    "does not divide": ({"dp": 4, "ep": 3}, "ep=3 does not divide dp=4: experts are cut over replicas, and"),
+    "does not divide both": ({"dp": 2, "cp": 2, "ep": 8}, "ep=8 does not divide dp=2 times cp=2"),
+    "slots": ({"dp": 1, "cp": 2, "ep": 2, "capacity": 1.0}, "ep=2 over cp=2 beside capacity=1.0"),
+    "zero": ({"dp": 1, "cp": 2, "ep": 2, "zero": 1}, "ep=2 over cp=2 beside zero=1"),
     "no size": ({"dp": 4, "ep": 0}, "ep=0 is not a whole number of 1 or more\n  try      ep=2"),
     "full": ({"dp": 2, "ep": 2, "recompute": "full"}, 'ep=2 beside recompute="full"'),
     "memory": ({"dp": 2, "ep": 2, "memory": "1GB"}, "ep=2 beside memory='1GB'"),
-    "cp": ({"dp": 2, "ep": 2, "cp": 2}, "ep=2 beside cp=2"),
     "halves": ({"dp": 2, "ep": 2, "pp": 2, "schedule": "zero-bubble"}, "ep=2 beside schedule='zero-bubble'"),
 }
 
