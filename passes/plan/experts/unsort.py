@@ -38,7 +38,7 @@ class Order(NamedTuple):
     copies: int = 1
 
 
-class Rows(NamedTuple):
+class SortedRows(NamedTuple):
     """A value whose rows are sorted: the sort, and the node of the new graph that has the rows in their own order."""
 
     sort: fx.Node
@@ -72,7 +72,7 @@ class _Unsorting:
         self.axes, self.builder = axes, Builder(fake_mode_of(graph))
         self.orders: dict[fx.Node, Order] = {}
         self.inverses: dict[fx.Node, fx.Node] = {}
-        self.rows: dict[fx.Node, Rows] = {}
+        self.rows: dict[fx.Node, SortedRows] = {}
         self.sorted_products = set[fx.Node]()
 
     def visit(self, node: fx.Node) -> None:
@@ -119,11 +119,11 @@ class _Unsorting:
         rows = self.rows.get(x)
         return rows.unsorted if rows is not None and self.inverses.get(index) is rows.sort else None
 
-    def _unsorted(self, node: fx.Node) -> Rows | None:
+    def _unsorted(self, node: fx.Node) -> SortedRows | None:
         """Returns a value with sorted rows in the order of the rows; None if it has none, or not for sure."""
         if is_getitem(node) and node.args[1] == 0 and is_sort(node.args[0]):
             sort: Any = node.args[0]
-            return Rows(sort, self.builder.env[sort.args[0]])
+            return SortedRows(sort, self.builder.env[sort.args[0]])
         x, index = _taken(node)
         if index in self.orders:
             return self._selected(x, self.orders[index])
@@ -145,9 +145,9 @@ class _Unsorting:
         args, kwargs = fx.map_arg(
             (node.args, node.kwargs), lambda n: self.rows[n].unsorted if n in self.rows else self.builder.env[n]
         )
-        return Rows(sort, self.builder.call(node.target, *args, **kwargs))  # type: ignore[arg-type]
+        return SortedRows(sort, self.builder.call(node.target, *args, **kwargs))  # type: ignore[arg-type]
 
-    def _selected(self, x: fx.Node, order: Order) -> Rows | None:
+    def _selected(self, x: fx.Node, order: Order) -> SortedRows | None:
         """Returns the rows that a permutation selects, unsorted: each of `x` as often as it is selected."""
         shape, number = x.meta["val"].shape, order.sort.args[0].meta["val"].shape[0]  # type: ignore[union-attr]
         lengths = [Size.of(length) for length in shape]
@@ -158,9 +158,9 @@ class _Unsorting:
             spread = self.builder.call(aten.unsqueeze.default, rows, 1)
             spread = self.builder.call(aten.expand.default, spread, [-1, order.copies, *[-1] * (len(shape) - 1)])
             rows = self.builder.call(aten.reshape.default, spread, [-1, *(length.number for length in lengths[1:])])
-        return Rows(order.sort, rows)
+        return SortedRows(order.sort, rows)
 
-    def _product(self, node: fx.Node, sort: fx.Node) -> Rows | None:
+    def _product(self, node: fx.Node, sort: fx.Node) -> SortedRows | None:
         """Returns the product of unsorted rows, each with the matrix of its expert."""
         x, weight, _, *more = operand_nodes(node)
         choice: Any = sorted_choice(node)
@@ -172,7 +172,7 @@ class _Unsorting:
             (self.rows[x].unsorted, self.builder.env[weight], chosen.unsorted, is_fused(node)),  # type: ignore[index]
         )
         product.meta["val"] = node.meta["val"]
-        return Rows(sort, product)
+        return SortedRows(sort, product)
 
 
 def _sort_of(node: fx.Node) -> fx.Node | None:
