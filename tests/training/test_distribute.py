@@ -257,6 +257,8 @@ def accumulated(rank: int, n: int) -> None:
     trainer = distribute(copy.deepcopy(model), dp=2, example_inputs={name: x[:4] for name, x in batch.items()})
     with pytest.warns(UserWarning, match="all 2 replicas were given the same rows"):
         trainer.step(**mine(batch, 0, 2))
+    with pytest.raises(autotp.Error, match="a trainer does not generate: its ranks have stages"):
+        trainer.generate(torch.zeros(1, 2, dtype=torch.long))
     with pytest.raises(autotp.Error, match="a trainer cannot be called"):
         trainer(**mine(batch, rank, 2))
     trainer.zero_grad()

@@ -37,9 +37,9 @@ class Masked(Mixture):
         ordered, places = chosen.sort()
         ends = torch.histc(ordered.float(), self.number, 0, self.number - 1).cumsum(0, dtype=torch.int32)
         h = F.gelu(self.grouped(x[places], self.up, ends) + self.up_bias[ordered])
-        y = self.grouped(h, self.down, ends) + self.down_bias[ordered]
-        small = (weights < 0.3)[places]
-        return (y.masked_fill(small, 0.0) * weights[places])[places.argsort()]
+        h = h.masked_fill((weights < 0.3)[places], 0.0)
+        y = (self.grouped(h, self.down, ends) + self.down_bias[ordered]) * weights[places]
+        return y[places.argsort()]
 
 
 @checks.on(2)

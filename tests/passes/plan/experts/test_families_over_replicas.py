@@ -13,8 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from errors import message
-from hugging_face import BATCHED, expect_same, files_of
+from hugging_face import expect_same, files_of
 from ranks import Checks, shared
 from small_models import assert_values_close
 from torch import Tensor
@@ -243,29 +242,6 @@ def folders_are_read_and_written_by_experts(rank: int, n: int) -> None:
         autotp.save_pretrained(trainer, written)
         if rank == 0:
             expect_same(files_of(written), files_of(folder))
-
-
-@checks.on(2)
-def a_trainer_says_how_to_generate(rank: int, n: int) -> None:
-    """By the two ways of its Error each rank gets the tokens that one device generates."""
-    whole, prompt, folder = built("mixtral"), rows(2)["input_ids"][:2], shared(rank)
-    example = {key: x[:4] for key, x in rows(0).items()}
-    model: Any = copy.deepcopy(whole)
-    model.set_experts_implementation("grouped_mm")
-    trainer = autotp.distribute(model, dp=2, ep=2, example_inputs=example)
-    text = message(lambda: trainer.generate(prompt))
-    assert text.startswith("a trainer does not generate") and "autotp.load_full_state_dict(model, autotp.full" in text
-    expected = whole.eval().generate(prompt, max_new_tokens=4, do_sample=False)
-    for experts in ("width", "expert"):
-        model = of_class("mixtral").double().eval()
-        model.set_experts_implementation("batched_mm")  # torch has no product in groups in float64.
-        model = autotp.parallelize(model, n, experts=experts, example_inputs={"input_ids": prompt})
-        autotp.load_full_state_dict(model, autotp.full_state_dict(trainer))
-        assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected), experts
-    autotp.save_pretrained(trainer, folder)
-    torch.distributed.barrier()
-    model = autotp.from_pretrained(folder, n, dtype=torch.float64, config=BATCHED)
-    assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected)
 
 
 @checks.on(2)
