@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -12,14 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_models import gpt
-from torch import Tensor
+from small_models import Mixture, assert_values_close, gpt
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
 from autotp.checkpoint.files.checksums import sealed, unsealed
 from autotp.integrations.transformers.files.tensor_sources import Box
+from autotp.ops.grouped_mm import OPERATOR
+from autotp.training.distribute import distribute
 
 Layout = tuple[int, int, int]
 
@@ -177,3 +181,76 @@ class Given:
     def read(self, box: Box) -> Tensor:
         self.counts.append(math.prod(b - a for a, b in box))
         return self.tensor[tuple(slice(a, b) for a, b in box)]
+
+
+class LayersOfExperts(nn.Module):
+    """Two layers of four experts, which read their weights in groups and row by row, and a loss."""
+
+    def __init__(self, idle: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Mixture(OPERATOR), Mixture(), nn.Linear(8, 3)
+        if idle:  # No row chooses the last two experts of either layer.
+            for layer in (self.first, self.second):
+                layer.router.bias.data.copy_(torch.tensor([40.0, 30.0, -30.0, -40.0]))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """x: [batch seq 8], y: [batch seq 3]"""
+        rows = self.second(self.first(x.flatten(0, 1)))
+        return F.mse_loss(self.head(rows), y.flatten(0, 1))
+
+
+def layers_of_experts(idle: bool = False) -> LayersOfExperts:
+    torch.manual_seed(0)
+    return LayersOfExperts(idle).double()
+
+
+def batch_of_experts(step: int) -> dict[str, Tensor]:
+    """Eight rows, in the second step sixteen longer ones."""
+    draw, size = torch.Generator().manual_seed(step), (16, 5) if step == 1 else (8, 3)
+    return {
+        "x": torch.randn(*size, 8, generator=draw).double() * 3,
+        "y": torch.randn(*size, 3, generator=draw).double(),
+    }
+
+
+def rows_of_replica(values: dict[str, Tensor], trainer: autotp.Trainer) -> dict[str, Tensor]:
+    dp = trainer.mesh["dp"]
+    return {name: x.chunk(dp.size())[dp.get_local_rank()] for name, x in values.items()}
+
+
+def trainer_of_experts(model: nn.Module, **layout: Any) -> autotp.Trainer:
+    parts = layout["dp"] * layout.get("microbatches", 1)
+    return distribute(
+        model, example_inputs={name: x[: 8 // parts] for name, x in batch_of_experts(0).items()}, **layout
+    )
+
+
+def train_experts_beside_one_device(whole: nn.Module, **layout: Any) -> tuple[autotp.Trainer, torch.optim.AdamW]:
+    """Three steps; each compares the loss, all gradients, their norm, and the loss of an evaluation."""
+    trainer = trainer_of_experts(copy.deepcopy(whole), **layout)
+    optimizers = [torch.optim.AdamW(autotp.weight_decay_groups(m, 0.1), lr=0.01) for m in (whole, trainer)]
+    for step in range(3):
+        values = batch_of_experts(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = whole(**values)
+        expected.backward()
+        assert_values_close(trainer.step(**rows_of_replica(values, trainer)), expected.detach(), rtol=0, atol=1e-10)
+        wanted = {name: parameter.grad for name, parameter in whole.named_parameters()}
+        for name, parameter in trainer.named_parameters():
+            found, text = whole_of(parameter.grad), f"{name}: {{}}".format
+            assert_values_close(found, wanted[name], rtol=0, atol=1e-10, msg=text)
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        assert_values_close(autotp.clip_grad_norm_(trainer, 0.5), norm, rtol=0, atol=1e-10)
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            expected = whole(**values)
+        assert_values_close(trainer.evaluate(**rows_of_replica(values, trainer)), expected, rtol=0, atol=1e-10)
+    return trainer, optimizers[1]
+
+
+def whole_of(tensor: Any) -> Tensor:
+    """What all ranks hold of a tensor."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole

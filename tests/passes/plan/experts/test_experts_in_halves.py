@@ -6,9 +6,9 @@ import pytest
 import torch
 from ranks import Checks
 from small_models import Mixture
-from test_experts_over_replicas import layers, train_beside_one_device
 from torch import Tensor, fx
 from torch.nn import functional as F
+from trainers import layers_of_experts, train_experts_beside_one_device
 
 from autotp.experimental.batch_halves.halves import half_of
 from autotp.experimental.batch_halves.turns import finish, start_rows, wait_in_backward
@@ -19,7 +19,7 @@ checks = Checks(timeout=280)
 
 @checks.on(2)
 def halves_send_their_rows_in_turns(rank: int, n: int) -> None:
-    trainer, _ = train_beside_one_device(layers(), dp=2, ep=2, overlap="batch")
+    trainer, _ = train_experts_beside_one_device(layers_of_experts(), dp=2, ep=2, overlap="batch")
     (pipeline,) = [pipeline for pipeline in trainer._pipelines if pipeline.training]
     graph = pipeline.stages[0].module.graph
     starts = [node for node in graph.nodes if node.target is start_rows]
@@ -45,9 +45,9 @@ class Masked(Mixture):
 @checks.on(2)
 def gradients_of_rows_travel_beside_the_other_half(rank: int, n: int) -> None:
     """A mask has no gradient, so backward cannot wait for its turn: it was the turn's first value."""
-    whole = layers()
+    whole = layers_of_experts()
     whole.first.__class__ = Masked
-    trainer, _ = train_beside_one_device(whole, dp=2, ep=2, overlap="batch")
+    trainer, _ = train_experts_beside_one_device(whole, dp=2, ep=2, overlap="batch")
     (pipeline,) = [pipeline for pipeline in trainer._pipelines if pipeline.training]
     graph = pipeline.stages[0].module.graph
     waits = [node for node in graph.nodes if node.target is wait_in_backward]
@@ -66,13 +66,13 @@ def halves_beside(graph: fx.Graph, start: fx.Node) -> set[int]:
 
 @checks.on(4)
 def halves_send_their_rows_beside_sums_over_tp(rank: int, n: int) -> None:
-    train_beside_one_device(layers(), tp=2, dp=2, ep=2, overlap="batch")
+    train_experts_beside_one_device(layers_of_experts(), tp=2, dp=2, ep=2, overlap="batch")
 
 
 @checks.on(2)
 def halves_send_rows_with_zero_and_microbatches(rank: int, n: int) -> None:
     for settings in ({"zero": 3, "microbatches": 2}, {"recompute": "selective"}):
-        train_beside_one_device(layers(), dp=2, ep=2, overlap="batch", **settings)
+        train_experts_beside_one_device(layers_of_experts(), dp=2, ep=2, overlap="batch", **settings)
 
 
 @pytest.mark.parametrize(("n", "name"), checks.cases())

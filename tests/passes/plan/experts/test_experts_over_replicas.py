@@ -14,6 +14,14 @@ from small_models import AttendingMixtures, Mixture, assert_values_close
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from trainers import (
+    LayersOfExperts,
+    batch_of_experts,
+    layers_of_experts,
+    rows_of_replica,
+    train_experts_beside_one_device,
+    trainer_of_experts,
+)
 
 import autotp
 from autotp.ops.grouped_mm import OPERATOR
@@ -23,77 +31,6 @@ from autotp.training.distribute import distribute
 
 checks = Checks(timeout=280)
 CLOSE = {"rtol": 0, "atol": 1e-10}
-
-
-class Layers(nn.Module):
-    """Two layers of four experts, which read their weights in groups and row by row, and a loss."""
-
-    def __init__(self, idle: bool = False) -> None:
-        super().__init__()
-        self.first, self.second, self.head = Mixture(OPERATOR), Mixture(), nn.Linear(8, 3)
-        if idle:  # No row chooses the last two experts of either layer.
-            for layer in (self.first, self.second):
-                layer.router.bias.data.copy_(torch.tensor([40.0, 30.0, -30.0, -40.0]))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """x: [batch seq 8], y: [batch seq 3]"""
-        rows = self.second(self.first(x.flatten(0, 1)))
-        return F.mse_loss(self.head(rows), y.flatten(0, 1))
-
-
-def layers(idle: bool = False) -> Layers:
-    torch.manual_seed(0)
-    return Layers(idle).double()
-
-
-def batch(step: int) -> dict[str, Tensor]:
-    """Eight rows, in the second step sixteen longer ones."""
-    draw, size = torch.Generator().manual_seed(step), (16, 5) if step == 1 else (8, 3)
-    return {
-        "x": torch.randn(*size, 8, generator=draw).double() * 3,
-        "y": torch.randn(*size, 3, generator=draw).double(),
-    }
-
-
-def of_replica(values: dict[str, Tensor], trainer: autotp.Trainer) -> dict[str, Tensor]:
-    dp = trainer.mesh["dp"]
-    return {name: x.chunk(dp.size())[dp.get_local_rank()] for name, x in values.items()}
-
-
-def started(model: nn.Module, **layout: Any) -> autotp.Trainer:
-    parts = layout["dp"] * layout.get("microbatches", 1)
-    return distribute(model, example_inputs={name: x[: 8 // parts] for name, x in batch(0).items()}, **layout)
-
-
-def train_beside_one_device(whole: nn.Module, **layout: Any) -> tuple[autotp.Trainer, torch.optim.AdamW]:
-    """Three steps; each compares the loss, all gradients, their norm, and the loss of an evaluation."""
-    trainer = started(copy.deepcopy(whole), **layout)
-    optimizers = [torch.optim.AdamW(autotp.weight_decay_groups(m, 0.1), lr=0.01) for m in (whole, trainer)]
-    for step in range(3):
-        values = batch(step)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        expected = whole(**values)
-        expected.backward()
-        assert_values_close(trainer.step(**of_replica(values, trainer)), expected.detach(), **CLOSE)
-        wanted = {name: parameter.grad for name, parameter in whole.named_parameters()}
-        for name, parameter in trainer.named_parameters():
-            found, text = whole_of(parameter.grad), f"{name}: {{}}".format
-            assert_values_close(found, wanted[name], **CLOSE, msg=text)
-        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        assert_values_close(autotp.clip_grad_norm_(trainer, 0.5), norm, **CLOSE)
-        for optimizer in optimizers:
-            optimizer.step()
-        with torch.no_grad():
-            expected = whole(**values)
-        assert_values_close(trainer.evaluate(**of_replica(values, trainer)), expected, **CLOSE)
-    return trainer, optimizers[1]
-
-
-def whole_of(tensor: Any) -> Tensor:
-    """What all ranks hold of a tensor."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
 
 
 def expect_state(trainer: autotp.Trainer, whole: nn.Module, rank: int) -> None:
@@ -109,8 +46,8 @@ def two_replicas_with_half_of_the_experts_train_as_one_device(rank: int, n: int)
     (Megatron-LM#5916); rows come back to their places where a batch has several (torchtitan#3604), and to the weights
     that the router gave them (transformers#45473).
     """
-    whole = layers()
-    trainer, _ = train_beside_one_device(whole, dp=2, ep=2)
+    whole = layers_of_experts()
+    trainer, _ = train_experts_beside_one_device(whole, dp=2, ep=2)
     shapes = {name: list(p.to_local().shape) for name, p in trainer.named_parameters() if name.startswith("first.")}
     assert shapes == {
         "first.up": [2, 8, 10], "first.up_bias": [2, 10], "first.down": [2, 10, 8], "first.down_bias": [2, 8],
@@ -144,9 +81,9 @@ class Centred(Mixture):
 
 @checks.on(2)
 def weights_of_all_experts_are_computed_on_every_rank(rank: int, n: int) -> None:
-    whole = layers()
+    whole = layers_of_experts()
     whole.first.__class__ = Centred
-    trainer, _ = train_beside_one_device(whole, dp=2, ep=2)
+    trainer, _ = train_experts_beside_one_device(whole, dp=2, ep=2)
     shapes = {name: list(local_of(p).shape) for name, p in trainer.named_parameters() if name.startswith("first.")}
     assert shapes["first.up"] == [4, 8, 10] and shapes["first.down"] == [2, 10, 8]
     expect_state(trainer, whole, rank)
@@ -155,8 +92,8 @@ def weights_of_all_experts_are_computed_on_every_rank(rank: int, n: int) -> None
 @checks.on(2)
 def microbatches_and_zero_leave_experts_where_they_are(rank: int, n: int) -> None:
     for zero in (0, 1, 2, 3):
-        whole = layers()
-        trainer, _ = train_beside_one_device(whole, dp=2, ep=2, zero=zero, microbatches=2)
+        whole = layers_of_experts()
+        trainer, _ = train_experts_beside_one_device(whole, dp=2, ep=2, zero=zero, microbatches=2)
         assert list(trainer.get_parameter("first.up").to_local().shape) == [2, 8, 10]
         expect_state(trainer, whole, rank)
 
@@ -182,7 +119,7 @@ def zero_divides_experts_over_the_ranks_that_have_the_same_ones(rank: int, n: in
     """One or three experts of two ranks, which divide them; gathers and sums are between these ranks."""
     for zero, number, microbatches in ((1, 2, 2), (3, 6, 2)):
         whole = Blocks(number).double()
-        trainer, _ = train_beside_one_device(whole, dp=4, ep=2, zero=zero, microbatches=microbatches)
+        trainer, _ = train_experts_beside_one_device(whole, dp=4, ep=2, zero=zero, microbatches=microbatches)
         lengths = [trainer.get_parameter(name).to_local().shape[0] for name in ("h.1.up", "h.1.router.weight")]
         of_experts = torch.arange(number // 2).tensor_split([-(-number // 4)])[rank // 2]
         of_all = [*torch.arange(number).chunk(4), torch.zeros(0), torch.zeros(0)][rank]
@@ -195,12 +132,12 @@ def states_of_experts_in_8_bits_are_those_of_one_device(rank: int, n: int) -> No
     """A block of a state has elements of one expert, whatever ranks divide them."""
     small = autotp.low_memory(torch.optim.AdamW, "8bit")
     whole = Blocks(4, width=160).double()
-    trainer = started(copy.deepcopy(whole), dp=4, ep=2, zero=3)
+    trainer = trainer_of_experts(copy.deepcopy(whole), dp=4, ep=2, zero=3)
     optimizers = [small(m.parameters(), lr=0.01, weight_decay=0.1) for m in (whole, trainer)]
     for step in range(3):
-        values = batch(step)
+        values = batch_of_experts(step)
         whole(**values).backward()
-        trainer.step(**of_replica(values, trainer))
+        trainer.step(**rows_of_replica(values, trainer))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -212,8 +149,8 @@ def states_of_experts_in_8_bits_are_those_of_one_device(rank: int, n: int) -> No
 @checks.on(2)
 def experts_without_rows_have_zero_gradients_on_every_rank(rank: int, n: int) -> None:
     """And their optimizer state moves as on one device, weight decay too (Automodel#2995)."""
-    whole = layers(idle=True)
-    trainer, optimizer = train_beside_one_device(whole, dp=2, ep=2)
+    whole = layers_of_experts(idle=True)
+    trainer, optimizer = train_experts_beside_one_device(whole, dp=2, ep=2)
     expect_state(trainer, whole, rank)
     parameter = trainer.get_parameter("second.down")
     grad, state = parameter.grad, optimizer.state[parameter]
@@ -224,24 +161,24 @@ def experts_without_rows_have_zero_gradients_on_every_rank(rank: int, n: int) ->
 @checks.on(4)
 def experts_are_cut_by_width_over_tp(rank: int, n: int) -> None:
     """The bias of an expert's output counts once, not tp times (torchtitan#4245)."""
-    whole = layers()
-    trainer, _ = train_beside_one_device(whole, tp=2, dp=2, ep=2)
+    whole = layers_of_experts()
+    trainer, _ = train_experts_beside_one_device(whole, tp=2, dp=2, ep=2)
     assert list(trainer.get_parameter("first.up").to_local().shape) == [2, 8, 5]
     expect_state(trainer, whole, rank)
 
 
 @checks.on(4)
 def replicas_of_experts_sum_their_gradients(rank: int, n: int) -> None:
-    whole = layers()
-    trainer, _ = train_beside_one_device(whole, dp=4, ep=2)
+    whole = layers_of_experts()
+    trainer, _ = train_experts_beside_one_device(whole, dp=4, ep=2)
     assert list(trainer.get_parameter("first.up").to_local().shape) == [2, 8, 10]
     expect_state(trainer, whole, rank)
 
 
 @checks.on(4)
 def each_replica_has_one_expert(rank: int, n: int) -> None:
-    whole = layers()
-    trainer, _ = train_beside_one_device(whole, dp=4, ep=4, recompute="selective")
+    whole = layers_of_experts()
+    trainer, _ = train_experts_beside_one_device(whole, dp=4, ep=4, recompute="selective")
     assert list(trainer.get_parameter("first.up").to_local().shape) == [1, 8, 10]
     expect_state(trainer, whole, rank)
 
@@ -253,7 +190,7 @@ def trains_over_sequences(rank: int, **layout: Any) -> None:
     """
     torch.manual_seed(0)
     whole = AttendingMixtures().double()
-    trainer, _ = train_beside_one_device(whole, **layout)
+    trainer, _ = train_experts_beside_one_device(whole, **layout)
     assert trainer.get_parameter("first.up").to_local().shape[0] == 4 // layout["ep"]
     assert int(trainer.load.rows["first"].sum()) == 2 * 8 * 3  # Two experts for each token, counted once.
     expect_state(trainer, whole, rank)
@@ -283,11 +220,13 @@ def a_compute_dtype_is_that_of_rows_that_travel(rank: int, n: int) -> None:
     losses = []
     for ep in (1, 2):
         torch.manual_seed(0)
-        trainer = started(Layers(), dp=2, ep=ep, compute_dtype=torch.bfloat16)
+        trainer = trainer_of_experts(LayersOfExperts(), dp=2, ep=ep, compute_dtype=torch.bfloat16)
         optimizer = torch.optim.SGD(trainer.parameters(), lr=1e-3)
         for step in range(3):
             optimizer.zero_grad()
-            losses.append(trainer.step(**{key: x.float() for key, x in of_replica(batch(step), trainer).items()}))
+            losses.append(
+                trainer.step(**{key: x.float() for key, x in rows_of_replica(batch_of_experts(step), trainer).items()})
+            )
             optimizer.step()
         assert all(p.dtype == torch.float32 for p in trainer.parameters())
     assert_values_close(losses[3:], losses[:3], rtol=0.02, atol=0)
@@ -304,19 +243,19 @@ LAYOUTS: tuple[dict[str, int], ...] = (
 def checkpoints_go_from_any_layout_to_any(rank: int, n: int) -> None:
     """Weights and moments of experts, saved where others were, go on as one device does."""
     for number, layout in enumerate(LAYOUTS):
-        whole, folder = layers(), shared(rank)
-        trainer, optimizer = train_beside_one_device(whole, **layout)
+        whole, folder = layers_of_experts(), shared(rank)
+        trainer, optimizer = train_experts_beside_one_device(whole, **layout)
         autotp.save_checkpoint(folder, trainer, optimizer, step=trainer.steps)
         whole_state = autotp.full_state_dict(trainer)
         optimizer.zero_grad()
-        loss = trainer.step(**of_replica(batch(3), trainer))
+        loss = trainer.step(**rows_of_replica(batch_of_experts(3), trainer))
         optimizer.step()
         after = autotp.full_state_dict(trainer)
-        other = started(Layers().double(), **LAYOUTS[(number + 1) % len(LAYOUTS)])
+        other = trainer_of_experts(LayersOfExperts().double(), **LAYOUTS[(number + 1) % len(LAYOUTS)])
         resumed = torch.optim.AdamW(autotp.weight_decay_groups(other, 0.1), lr=0.01)
         autotp.load_checkpoint(folder, other, resumed)
         loaded = autotp.full_state_dict(other)
-        assert_values_close(other.step(**of_replica(batch(3), other)), loss, **CLOSE)
+        assert_values_close(other.step(**rows_of_replica(batch_of_experts(3), other)), loss, **CLOSE)
         resumed.step()
         moved = autotp.full_state_dict(other)
         for name in whole_state if rank == 0 else ():
@@ -326,7 +265,7 @@ def checkpoints_go_from_any_layout_to_any(rank: int, n: int) -> None:
 
 @checks.on(4)
 def state_dicts_are_read_back(rank: int, n: int) -> None:
-    trainer = started(layers(), dp=2, ep=2, tp=2)
+    trainer = trainer_of_experts(layers_of_experts(), dp=2, ep=2, tp=2)
     own = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
     whole = autotp.full_state_dict(trainer)
     with torch.no_grad():
@@ -335,7 +274,7 @@ def state_dicts_are_read_back(rank: int, n: int) -> None:
     assert not any(bool(tensor.any()) for tensor in autotp.full_state_dict(trainer).values())
     trainer.load_state_dict(own)
     again = autotp.full_state_dict(trainer)
-    other = started(Layers().double(), dp=4, ep=2)
+    other = trainer_of_experts(LayersOfExperts().double(), dp=4, ep=2)
     autotp.load_full_state_dict(other, again if rank == 0 else {})
     loaded = autotp.full_state_dict(other)
     for name in whole if rank == 0 else ():
@@ -351,11 +290,11 @@ def a_model_without_experts_is_one_error_on_every_rank(rank: int, n: int) -> Non
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return F.mse_loss(super().forward(x), y)
 
-    text = message(lambda: started(Dense(8, 3).double(), dp=2, ep=2))
+    text = message(lambda: trainer_of_experts(Dense(8, 3).double(), dp=2, ep=2))
     assert text.startswith("distribute(Dense, tp=1, pp=1, dp=2, ep=2): ep=2, and no layer has experts")
 
 
-class Misrouted(Layers):
+class Misrouted(LayersOfExperts):
     """Its second layer chooses an expert that there is not, where `y` says so."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -371,7 +310,7 @@ def an_expert_out_of_range_is_one_error_on_every_rank(rank: int, n: int) -> None
     model = Misrouted().double()
     values = {"x": torch.randn(4, 3, 8).double() + rank, "y": torch.zeros(4, 3, 3).double()}
     for index in (4.0, -8.0):
-        step = started(copy.deepcopy(model), dp=2, ep=2).step
+        step = trainer_of_experts(copy.deepcopy(model), dp=2, ep=2).step
         values["y"][0, 0] = index * rank  # On the second rank alone.
         text = message(partial(step, **values))
         assert "rows of ep rank 1 chose no expert of the 4: an index is out of range" in text
@@ -381,7 +320,7 @@ def an_expert_out_of_range_is_one_error_on_every_rank(rank: int, n: int) -> None
 def all_rows_to_one_expert_are_computed(rank: int, n: int) -> None:
     """All of both ranks come to one, and the other one has none."""
 
-    class One(Layers):
+    class One(LayersOfExperts):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             rows = x.flatten(0, 1)
             index = (self.first.router(rows).sum(-1) * 0 + 3).long()
@@ -389,10 +328,10 @@ def all_rows_to_one_expert_are_computed(rank: int, n: int) -> None:
 
     torch.manual_seed(0)
     whole = One().double()
-    trainer, values = started(copy.deepcopy(whole), dp=2, ep=2), batch(0)
+    trainer, values = trainer_of_experts(copy.deepcopy(whole), dp=2, ep=2), batch_of_experts(0)
     expected = whole(**values)
     expected.backward()
-    assert_values_close(trainer.step(**of_replica(values, trainer)), expected.detach(), **CLOSE)
+    assert_values_close(trainer.step(**rows_of_replica(values, trainer)), expected.detach(), **CLOSE)
     assert trainer.load.rows["first"].tolist() == [0, 0, 0, 24] and trainer.load.imbalance["first"] == 4.0
     grad: Any = trainer.get_parameter("first.up").grad
     assert_values_close(grad.full_tensor(), whole.first.up.grad, **CLOSE)
@@ -402,26 +341,26 @@ def all_rows_to_one_expert_are_computed(rank: int, n: int) -> None:
 @checks.on(2)
 def another_ep_on_a_rank_is_one_error_on_every_rank(rank: int, n: int) -> None:
     """No rank waits for the others in a group that those do not make."""
-    assert "would run another graph" in message(lambda: started(layers(), dp=2, ep=1 + rank))
+    assert "would run another graph" in message(lambda: trainer_of_experts(layers_of_experts(), dp=2, ep=1 + rank))
 
 
 @checks.on(2)
 def replicas_leave_out_the_same_layers_of_experts(rank: int, n: int) -> None:
     """If another replica runs a layer, that is one Error on every rank."""
 
-    class Optional(Layers):
+    class Optional(LayersOfExperts):
         def forward(self, x: Tensor, y: Tensor, deep: bool = True) -> Tensor:
             rows = self.first(x.flatten(0, 1))
             return F.mse_loss(self.head(self.second(rows) if deep else rows), y.flatten(0, 1))
 
     torch.manual_seed(0)
     whole = Optional().double()
-    trainer, values = started(copy.deepcopy(whole), dp=2, ep=2), batch(0)
+    trainer, values = trainer_of_experts(copy.deepcopy(whole), dp=2, ep=2), batch_of_experts(0)
     for step in (trainer.step, trainer.evaluate):
         assert_values_close(
-            step(**of_replica(values, trainer), deep=False).detach(), whole(**values, deep=False).detach()
+            step(**rows_of_replica(values, trainer), deep=False).detach(), whole(**values, deep=False).detach()
         )
-        text = message(lambda step=step: step(**of_replica(values, trainer), deep=rank == 0))
+        text = message(lambda step=step: step(**rows_of_replica(values, trainer), deep=rank == 0))
         assert "runs other layers, or trains other parameters" in text
 
 
@@ -445,4 +384,4 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_distribute_refuses(name: str) -> None:
     layout, problem = REFUSED[name]
-    assert problem in message(lambda: distribute(layers(), **layout))
+    assert problem in message(lambda: distribute(layers_of_experts(), **layout))
