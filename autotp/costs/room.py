@@ -24,7 +24,7 @@ CHANNEL_BYTES = 688e6 / CHANNELS
 (NVIDIA/nccl issue 964). They grow with the channels, and hardly with the ranks (issue 986)."""
 
 
-def groups_of(sizes: Sequence[int]) -> list[RankGroup]:
+def axis_groups(sizes: Sequence[int]) -> list[RankGroup]:
     """Returns the groups that a rank communicates in: one for each axis, and one of all ranks.
 
     Args:
@@ -59,6 +59,6 @@ def tensor_room(device: Hardware, sizes: Sequence[int]) -> float:
     """Returns the bytes that tensors may take so that `reserved` is within the device's memory.
 
     Args:
-        sizes: as for `groups_of`.
+        sizes: as for `axis_groups`.
     """
-    return (device.memory - reserved(0.0, 0.0, buffer_bytes(groups_of(sizes), device))) / (1 + ALLOCATOR + MISSED)
+    return (device.memory - reserved(0.0, 0.0, buffer_bytes(axis_groups(sizes), device))) / (1 + ALLOCATOR + MISSED)

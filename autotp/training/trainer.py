@@ -85,7 +85,13 @@ from autotp.training.pipeline.documents import Documents, LongestDocuments
 from autotp.training.pipeline.expert_load import ExpertLoad, load_of_step
 from autotp.training.pipeline.microbatch_graphs import Pipeline, checksums_of, fitting_graphs
 from autotp.training.pipeline.microbatch_run import MicrobatchRun
-from autotp.training.pipeline.rank_parameters import ReadsParts, divide_rows, hold_parts, readers_of, tensors_of_stages
+from autotp.training.pipeline.rank_parameters import (
+    ReadsParts,
+    divide_rows,
+    hold_parts_of_rank,
+    readers_of,
+    tensors_of_stages,
+)
 from autotp.training.pipeline.replica_gradients import ReplicaGradients
 from autotp.training.pipeline.rest_of_loss import RestOfLoss
 from autotp.training.pipeline.schedule_actions import actions_of
@@ -256,7 +262,7 @@ class Trainer(InGraphs, HasHoldings):
         needed = tensors_of_stages(analysis, stages, self._my_stages)
         layouts = self._with_own_experts(self.layouts)
         blocks = [block for i in self._my_stages for block in stages[i].blocks]
-        hold_parts(self, model, self.skeleton, blocks, needed, layouts, read_folder, self.place, self.everyone)
+        hold_parts_of_rank(self, model, self.skeleton, blocks, needed, layouts, read_folder, self.place, self.everyone)
         whole = dict(self.named_parameters())
         # In the order of the model, which is the same on all ranks.
         self._experts = dict.fromkeys(

@@ -4,7 +4,7 @@ import pytest
 
 from autotp.costs.hardware import GIB, KINDS
 from autotp.costs.links import RankGroup
-from autotp.costs.room import CHANNEL_BYTES, MISSED, buffer_bytes, groups_of, reserved, tensor_room
+from autotp.costs.room import CHANNEL_BYTES, MISSED, axis_groups, buffer_bytes, reserved, tensor_room
 from autotp.tools.estimation.error_bars import memory_bar
 from autotp.tools.estimation.result import KINDS_OF_TENSORS
 
@@ -18,14 +18,14 @@ def test_buffers_are_those_of_channels() -> None:
 
 
 def test_a_rank_is_in_a_group_along_each_axis_and_in_one_of_all() -> None:
-    sizes = [(group.size, group.stride) for group in groups_of((4, 1, 2, 3))]
+    sizes = [(group.size, group.stride) for group in axis_groups((4, 1, 2, 3))]
     assert sizes == [(4, 1), (1, 4), (2, 4), (3, 8), (24, 1)]
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_tensors_that_fill_their_room_fill_the_device(name: str) -> None:
     device = KINDS[name]
-    room, buffers = tensor_room(device, (4, 1, 2)), buffer_bytes(groups_of((4, 1, 2)), device)
+    room, buffers = tensor_room(device, (4, 1, 2)), buffer_bytes(axis_groups((4, 1, 2)), device)
     assert reserved(room, MISSED * room, buffers) == pytest.approx(device.memory) and room < device.memory - GIB
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from autotp.costs.hardware import Hardware
 from autotp.costs.links import RankGroup, collective_seconds, send_seconds
-from autotp.costs.room import buffer_bytes, groups_of
+from autotp.costs.room import axis_groups, buffer_bytes
 from autotp.diagnostics.report import plan_of_choice
 from autotp.passes.emit.zero.room import whole_bytes
 from autotp.passes.emit.zero.step_gathers import blocks_with_room
@@ -532,7 +532,7 @@ def _rank_memory(
         together = max(together, float(min(BUCKET, prices.copied(names))))
     transients = max(0.0, together - activations - logits)
     return RankMemory(
-        buffers=buffer_bytes([*groups_of(layout.axes), *_groups_of_experts(layout)], prices.device),
+        buffers=buffer_bytes([*axis_groups(layout.axes), *_groups_of_experts(layout)], prices.device),
         weights=weights,
         copies=copies,
         gradients=gradients,

@@ -37,7 +37,7 @@ def tensors_of_stages(analysis: Program, every: Sequence[Stage], mine: Collectio
     return list(dict.fromkeys(name for placeholder, name in names.items() if placeholder in read | unread))
 
 
-def hold_parts(
+def hold_parts_of_rank(
     trainer: nn.Module,
     model: nn.Module,
     skeleton: nn.Module,
