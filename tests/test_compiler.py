@@ -200,10 +200,13 @@ RUN_ELSEWHERE = {
     "fuse": {"diagnostics.verify", "diagnostics.mesh_proof", "tools.estimation.counts.pieces"},
     # Counts the collectives of a copy.
     "separate": {"diagnostics.report"},
+    # Counts the experts of layers, which the numbers of ranks that are tried have to divide.
+    "experts": {"tools.estimation.search"},
 }
 """Functions of passes that return a graph -> modules that call them beside the compiler."""
 
 
+@pytest.mark.each_time
 def test_no_road_runs_a_pass_of_its_own() -> None:
     """What one road did to a graph by itself, the others would not run, and `verify` would not see."""
     files = [file for stage in ("canonicalize", "plan", "lower", "emit") for file in (PASSES / stage).rglob("*.py")]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.passes.builder import ancestors
 from autotp.passes.plan.infer_axes import Axes, Bound, Factor
 from autotp.rules.row import Trait
 from autotp.rules.traits import has
@@ -108,12 +109,16 @@ def root(node: fx.Node) -> fx.Node:
 
 
 def _added_to(node: fx.Node) -> fx.Node | None:
-    """Returns the one placeholder among the terms of a sum of fixed size, as a sum of weights is; else None."""
-    sizes = [Size.of(n) for n in node.meta["val"].shape]
-    if any(size.symbols for size in sizes):
+    """Returns the weight to which a sum of fixed size adds what is computed without it; None for another sum."""
+    shape = node.meta["val"].shape
+    if any(Size.of(n).symbols for n in shape):
         return None
-    terms = {term for term in map(root, node.all_input_nodes) if term.op == "placeholder"}
-    return terms.pop() if len(terms) == 1 else None
+    terms = {root(term): term for term in node.all_input_nodes}
+    weights = [end for end in terms if end.op == "placeholder"]
+    if len(weights) != 1 or terms[weights[0]].meta["val"].shape != shape:  # A bias has another shape.
+        return None
+    # `x + f(x)` of a model's input has such a form, too.
+    return None if any(weights[0] in ancestors([x]) for end, x in terms.items() if end not in weights) else weights[0]
 
 
 def _scaled(node: fx.Node) -> fx.Node | None:

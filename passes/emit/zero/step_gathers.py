@@ -1,4 +1,4 @@
-"""step_gathers: what a rank gathers and sums in a step of ZeRO, and the number of blocks that a budget has room for."""
+"""What a rank gathers and sums in a step of ZeRO, and the number of blocks that a budget has room for."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ def test_bind_knows_every_simulated_collective() -> None:
     Extensions write theirs into bound graphs. Rows of experts travel between replicas, and there one is simulated.
     """
     known = {target for target in COLLECTIVES if "experimental" not in target.__module__}
-    assert known | {exchange.exchange_counts, exchange.to_experts, exchange.to_rows} == COMMUNICATING
+    of_experts = {exchange.exchange_counts, exchange.to_experts, exchange.to_rows, exchange.select_own}
+    assert known | of_experts == COMMUNICATING
 
 
 def test_bind_of_one_process_has_no_group() -> None:
