@@ -113,12 +113,12 @@ def _added_to(node: fx.Node) -> fx.Node | None:
     shape = node.meta["val"].shape
     if any(Size.of(n).symbols for n in shape):
         return None
-    terms = {root(term): term for term in node.all_input_nodes}
-    weights = [end for end in terms if end.op == "placeholder"]
-    if len(weights) != 1 or terms[weights[0]].meta["val"].shape != shape:  # A bias has another shape.
-        return None
+    terms = [(term, root(term)) for term in node.all_input_nodes]
+    weights = {end for _, end in terms if end.op == "placeholder"}
+    if len(weights) != 1 or not any(end in weights and term.meta["val"].shape == shape for term, end in terms):
+        return None  # A bias has another shape.
     # `x + f(x)` of a model's input has such a form, too.
-    return None if any(weights[0] in ancestors([x]) for end, x in terms.items() if end not in weights) else weights[0]
+    return None if any(end not in weights and weights & ancestors([term]) for term, end in terms) else weights.pop()
 
 
 def _scaled(node: fx.Node) -> fx.Node | None:
