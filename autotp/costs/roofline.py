@@ -52,7 +52,7 @@ def _arithmetic_seconds(op: Op, device: Hardware) -> float:
 
 def _peak(op: Op, device: Hardware) -> float:
     """Returns the peak for an operator's dtype: registers hold twice as many numbers of half the bits."""
-    if op.dtype.itemsize == 1:
+    if op.dtype.itemsize == 1 and op.dtype.is_floating_point:
         return 2 * device.matrix_flops
     if op.dtype == torch.float64:
         return device.vector_flops / 2

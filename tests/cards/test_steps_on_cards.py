@@ -178,7 +178,7 @@ def events_of(rank: int, n: int, layout: Any, more: Any) -> tuple[list[list[str]
     found.append([])
     trainer, optimizer = started(layout, **more)
     replicas = trainer.mesh.get_group("dp")
-    defaults = patch.object(GradientSums.__init__, "__defaults__", (2**11,))
+    defaults = patch.object(GradientSums.__init__, "__defaults__", (2**11, None))
     with patch.object(GradientSums, "_add", add), patch.object(dist, "all_reduce", begin), defaults:
         for step in range(4):
             found.append([])

@@ -265,7 +265,7 @@ class Executable:
     def _operands(self, entry: GraphEntry, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Returns this rank's part of each input of a graph, on its device, by placeholder."""
         moved = to_device(tensors, self.mesh.device, entry.on_host)
-        if entry.documents and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and entry.documents:
             for x, copy in zip(tensors, moved, strict=True):
                 READ.copied(x, copy)
         operands = dict(zip(entry.analysis.captured.inputs, map(local_part, moved), strict=True))

@@ -41,7 +41,8 @@ def test_the_checker_proves_tensor_parallel_ranks(subject: Subject, uneven: auto
 def test_stamp_says_what_verify_proved(subject: Subject, report: autotp.Report) -> None:
     found = stamp_data(subject, report)
     rows = [line.partition(":")[0] for line in found["proved"]]
-    assert rows == ["types", "stages", "parameters", "schedule", "loss", "ZeRO"] and found["by"] == "by autotp.verify"
+    assert rows == ["types", "stages", "parameters", "schedule", "loss", "ZeRO", "gathers"]
+    assert found["by"] == "by autotp.verify"
     assert "MiB" not in found["proved"][1], "those are the bytes of the small example"
     told = " ".join(found["open"])
     assert "stages send" not in told and "sums of gradients" not in told
