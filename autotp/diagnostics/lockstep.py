@@ -340,8 +340,16 @@ def _exchange_counts(arguments: Sequence[Sequence[Any]]) -> list[Tensor]:
     """Runs `exchange_counts(chosen, axis, number, grouped, None)`: `verify` has no capacity."""
     choices = [(chosen, number, grouped) for chosen, _, number, grouped, _ in arguments]
     sent = [exchange.rows_to_send(*choice, ranks=len(arguments)) for choice in choices]
-    tables = zip(choices, sent, torch.stack(sent).transpose(0, 1), strict=True)
-    return [exchange.table_of_rows(*choice, *both) for choice, *both in tables]
+    received = torch.stack(sent).transpose(0, 1)
+    return [
+        exchange.table_of_rows(*choice, of_rank, of_others)
+        for choice, of_rank, of_others in zip(choices, sent, received, strict=True)
+    ]
+
+
+def _select_own(arguments: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """Runs `select_own(weights, axis, ranks)`."""
+    return [weights.chunk(ranks)[place] for place, (weights, _, ranks) in enumerate(arguments)]
 
 
 def _sent(xs: Sequence[Tensor], numbers: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -371,7 +379,8 @@ COLLECTIVES: dict[Any, Callable[..., Any]] = {
     exchange.exchange_counts: _exchange_counts,
     exchange.to_experts: _to_experts,
     exchange.to_rows: _to_rows,
+    exchange.select_own: _select_own,
 }
 """Operator -> what it does to the tensors of all ranks. Extensions add theirs."""
-OF_ROWS = {_share, _together, _async_linear, _exchange_counts, _to_experts, _to_rows}
+OF_ROWS = {_share, _together, _async_linear, _exchange_counts, _to_experts, _to_rows, _select_own}
 """Those of them that take the arguments of all ranks, row by row."""

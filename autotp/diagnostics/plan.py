@@ -187,7 +187,7 @@ class MemoryPlan:
         return (
             f"memory      {self.memory}: a call keeps {nbytes} of {without_budget}; this rank needs {needed}",
             f"budget      backward takes {self.seconds * 1e3:.3g} ms longer{again} (predicted)",
-            *(f"budget      {n} collectives run again: {at}" for at, n in self.collectives.items()),
+            *(f"budget      {n} collectives run again: {line}" for line, n in self.collectives.items()),
             f"budget      the next gigabyte would save {self.gigabyte * 1e3:.3g} ms",
         )
 

@@ -122,8 +122,8 @@ def mesh_of_rows(*axes: Mesh) -> DeviceMesh:
     ranks = [torch.tensor(dist.get_process_group_ranks(group)) for group in groups]
     mesh = ranks[0] if len(axes) == 1 else ranks[0][:, None] + ranks[1][None] - dist.get_rank()
     names = tuple(axis.axis for axis in axes)
-    several: Any = groups if len(axes) > 1 else groups[0]
-    return DeviceMesh.from_group(several, axes[0].device.type, mesh=mesh, mesh_dim_names=names)
+    group_of_axes: Any = groups if len(axes) > 1 else groups[0]
+    return DeviceMesh.from_group(group_of_axes, axes[0].device.type, mesh=mesh, mesh_dim_names=names)
 
 
 def mesh_along(place: Mesh, group: Any, axis: str) -> Mesh:

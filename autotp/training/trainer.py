@@ -316,11 +316,11 @@ class Trainer(InGraphs, HasHoldings):
         training, ranks = self._training, self._pp.size()
         actions = actions_of(training.engine, ranks, training.microbatches)[self._pp.rank()]
         stages = {i: graph.units_with_rows() for i, graph in self._pipelines[0].stages.items()}
-        each = training.zero > 1 and ranks == 1
+        sums = training.microbatches if training.zero > 1 and ranks == 1 else 1
         passes = [(action.stage, action.half == "F") for action in actions]
         if self._pipelines[0].functions is not None and ranks * training.microbatches > 1:
             passes = [(stage, True) for stage, is_forward in passes if is_forward] + passes  # A pass for the sums.
-        return step_gathers(training.zero, stages, passes, training.microbatches if each else 1)
+        return step_gathers(training.zero, stages, passes, sums)
 
     @property
     def load(self) -> ExpertLoad:

@@ -73,6 +73,12 @@ def experts_of_all(graph: fx.Graph, names: Mapping[str, str], axis: str) -> froz
         graph: with the conjugates of this axis.
         names: placeholder -> parameter.
     """
+    parts = values_of_parts(graph, axis)
+    return frozenset(name for (name, choice), _ in layers_of_experts(graph, names) if choice not in parts)
+
+
+def values_of_parts(graph: fx.Graph, axis: str) -> set[fx.Node]:
+    """Returns the values of which ranks along a mesh axis have parts, or what is computed of their parts."""
     parts = set[fx.Node]()
     for node in graph.nodes:
         if node.target in COMMUNICATING and node.args[1] == axis:
@@ -81,7 +87,7 @@ def experts_of_all(graph: fx.Graph, names: Mapping[str, str], axis: str) -> froz
             is_part = not parts.isdisjoint(node.all_input_nodes)
         if is_part:
             parts.add(node)
-    return frozenset(name for (name, choice), _ in layers_of_experts(graph, names) if choice not in parts)
+    return parts
 
 
 def _parameter(weight: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hugging_face import FAMILIES, MODELS, built, tiny
-from small_models import AttendingMixtures, Regression, gpt
+from small_models import AttendingMixtures, CentredMixture, Mixture, Regression, gpt
 from torch import Tensor, nn
 
 import autotp
@@ -122,11 +122,14 @@ class Pooled(AttendingMixtures):
         return nn.functional.mse_loss(self.head(self.first(x.mean(1))), y.mean(1))
 
 
-def test_experts_of_whole_sequences_are_not_cut_over_parts_of_them() -> None:
-    """Each part would send the same rows."""
-    assert autotp.verify(Pooled(), 1, dp=2, cp=2, ep=2, example_inputs=ROWS_OF_MIXTURES).ok
-    with pytest.raises(autotp.Error, match=r"`first\.up` has rows of whole ones on every cp rank"):
-        autotp.verify(Pooled(), 1, cp=2, ep=2, example_inputs=ROWS_OF_MIXTURES)
+@pytest.mark.parametrize("mixture", [Mixture, CentredMixture])
+def test_experts_of_whole_sequences_are_not_cut_over_parts_of_them(mixture: type[Mixture]) -> None:
+    """Each part would send the same rows, also to weights that each rank stores whole."""
+    model = Pooled()
+    model.first.__class__ = mixture
+    assert autotp.verify(model, 1, dp=2, cp=2, ep=2, example_inputs=ROWS_OF_MIXTURES).ok
+    with pytest.raises(autotp.Error, match="`first` has rows of whole ones on every cp rank"):
+        autotp.verify(model, 1, cp=2, ep=2, example_inputs=ROWS_OF_MIXTURES)
 
 
 STACKS = "up", "up_bias", "down", "down_bias"

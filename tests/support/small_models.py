@@ -484,6 +484,19 @@ class Mixture(nn.Module):
         return y[places.argsort()]
 
 
+class CentredMixture(Mixture):
+    """Weights of experts that depend on those of all experts."""
+
+    def _groups(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        assert self.grouped is not None
+        ordered, places = chosen.sort()
+        ends = torch.histc(ordered.float(), self.number, 0, self.number - 1).cumsum(0, dtype=torch.int32)
+        up = self.up + self.up.mean(0, keepdim=True)
+        h = F.gelu(self.grouped(x[places], up, ends) + self.up_bias[ordered])
+        y = (self.grouped(h, self.down, ends) + self.down_bias[ordered]) * weights[places]
+        return y[places.argsort()]
+
+
 class AttendingMixtures(nn.Module):
     """Attention and two layers of experts; its loss balances these, as Fedus et al. 2021, section 2.2."""
 

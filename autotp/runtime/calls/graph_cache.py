@@ -131,8 +131,8 @@ class GraphCache:
         operands, shapes = self.structure.graph_inputs(captured, tensors)
         if not captured.fits(shapes) or not _begins_with(captured, outcomes):
             return None
-        wanted = captured.wanted
-        if wanted != NOT_ASKED and not wanted.covers(self.structure.gradients_wanted(tensors, parameters)):
+        gradients = captured.wanted
+        if gradients != NOT_ASKED and not gradients.covers(self.structure.gradients_wanted(tensors, parameters)):
             return None
         return operands if captured.opened or guard.holds(version) else None
 

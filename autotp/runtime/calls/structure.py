@@ -91,10 +91,10 @@ class Structure:
         model_tensors = self.tensors()
         wholes = {}
         for (name, tensor), dtype in zip(model_tensors.items(), dtypes(self.module, model_tensors), strict=True):
-            whole = self.whole[name]
-            flag = (tensor if isinstance(tensor, nn.Parameter) else whole).requires_grad
-            fits = whole.dtype == dtype and whole.requires_grad == flag
-            wholes[name] = whole if fits else _as(whole, dtype, flag)
+            stand_in = self.whole[name]
+            flag = (tensor if isinstance(tensor, nn.Parameter) else stand_in).requires_grad
+            fits = stand_in.dtype == dtype and stand_in.requires_grad == flag
+            wholes[name] = stand_in if fits else _as(stand_in, dtype, flag)
         return wholes
 
     def layout_of(self, name: str) -> Layout | None:

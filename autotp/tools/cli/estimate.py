@@ -11,6 +11,7 @@ from torch import nn
 from autotp.costs.hardware import KINDS, LINE, hardware_of
 from autotp.diagnostics.verify import Report, verify
 from autotp.display.text_table import gib_text
+from autotp.options import DEFAULTS
 from autotp.tools.cli.flags import PLAIN, Debug, Html, Interleave, Json, ScheduleName, with_model, with_options_of
 from autotp.tools.cli.model_argument import ModelArgument, dtype_named, on_meta
 from autotp.tools.cli.output import DIFFERENT, WrongUse, arguments_in_use, expect_writable, print_json, show
@@ -28,7 +29,7 @@ Batch = Annotated[int, typer.Option("--batch", help="The rows of a step, over al
 Dtype = Annotated[str, typer.Option("--dtype", help="The dtype of computation")]
 Compiled = Annotated[bool, typer.Option("--compiled", help="Blocks are compiled: pointwise operators are one kernel")]
 Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write the schedule for Perfetto, too")]
-UNPROVED = ("ep", "capacity")
+UNPROVED = ("capacity",)
 """Options of `estimate` that `verify` does not take."""
 Sequence = Annotated[int | None, typer.Option("--sequence", help="The length of a sequence; else the longest")]
 
@@ -65,6 +66,8 @@ def estimate_command(
     """
     expect_writable(html, trace)
     mesh: dict[str, Any] = {"pp": pp, "dp": dp, "zero": zero, "schedule": schedule.value, "interleave": interleave}
+    if unproved := [name for name in UNPROVED if prove and chosen[name] != getattr(DEFAULTS, name)]:
+        raise WrongUse(f"--prove: autotp.verify does not prove layouts with --{unproved[0]}")
     with arguments_in_use():
         device, computed = hardware_of(gpu), dtype_named(dtype)
         # These raise before the model is built, which may take long.
@@ -81,8 +84,9 @@ def estimate_command(
         )  # fmt: skip
     microbatches = est.layout.microbatches
     # It may have been built on the CPU. On meta the proof takes no memory for values.
+    proved = {name: value for name, value in chosen.items() if name not in UNPROVED}
     proof = None if not prove else verify(
-        made.to("meta"), tp, microbatches=microbatches, example_inputs=inputs, **mesh, **chosen
+        made.to("meta"), tp, microbatches=microbatches, example_inputs=inputs, **mesh, **proved
     )  # fmt: skip
     if html is not None:
         save_page(est, html, proof=proof)

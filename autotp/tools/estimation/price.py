@@ -515,11 +515,11 @@ def _rank_memory(
         for p in learnt
     )
     stages_of_rank = sorted({action.stage for action in row})
-    whole = [p for i in stages_of_rank for p in prices.totals(stages[i].parameters) if zero_ranks(layout, p) == 1]
+    uncut = [p for i in stages_of_rank for p in prices.totals(stages[i].parameters) if zero_ranks(layout, p) == 1]
     units = {f"{i} {k}" if k else "": unit.bytes for i in stages_of_rank for k, unit in enumerate(stages[i].units)}
     units[""] = sum(stages[i].units[0].bytes for i in stages_of_rank if stages[i].units)
     gathered = whole_bytes(units, None if gathers_once(layout) else room) * bool(layout.zero)
-    copies = sum(_copy(p, layout) for p in whole) + gathered
+    copies = sum(_copy(p, layout) for p in uncut) + gathered
     activations = most_held(row, lambda i: stages[i].memory.kept - stages[i].memory.logits, lambda a: 0.0)
     logits = most_held(row, lambda i: stages[i].memory.logits, lambda a: 0.0)
 

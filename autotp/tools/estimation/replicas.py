@@ -156,8 +156,8 @@ def sums_of_buckets(
         if filled[of_experts]:
             seconds = collective_seconds("all-reduce", filled[of_experts], groups[of_experts], prices.device)
             # The trainer sums those of experts that are cut over replicas behind backward.
-            known = sum(backward) if of_experts else now
-            sums.append((known, seconds))
+            is_full_at = sum(backward) if of_experts else now
+            sums.append((is_full_at, seconds))
         filled[of_experts] = 0.0
 
     start = 0.0

@@ -13,19 +13,21 @@ from torch._subclasses import FakeTensorMode
 
 from autotp.compiler import Captures
 from autotp.errors import Error
+from autotp.ops.experts.rows import dispatch
 from autotp.options import Options
 from autotp.passes.canonicalize.gradient_flow import with_gradient
 from autotp.passes.capture.autocast_regions import Autocast
 from autotp.passes.capture.guards.looks import without_padding
+from autotp.passes.emit.count_load import values_of_parts
 from autotp.passes.emit.rank_program import RankProgram
 from autotp.passes.pipeline.cost import block_costs
 from autotp.passes.pipeline.documents import expect_ends_in_parts
 from autotp.passes.pipeline.stages import Division, Stage, blocks_in_order, partition
-from autotp.passes.plan.experts.expert_parallel import experts_of_whole_sequences
 from autotp.passes.plan.infer_axes import Axes, infer_axes
 from autotp.passes.program.program import CallState, Program
 from autotp.rules.call import placeholders, returned
 from autotp.sharding.layout import Layout
+from autotp.source_location import layer_of, line_of
 from autotp.training.compute_dtype import cast_arguments, expect_products_of_one_dtype
 from autotp.training.microbatches import batch_tensors, map_rows, repeat_rows
 from autotp.training.pipeline.documents import Documents
@@ -384,9 +386,13 @@ def analyse_microbatch(
 
 def expect_parts_of_experts(program: Program, ep: int, dp: int) -> None:
     """Raises Error if experts are cut over ranks along `cp`, and each of these has the rows of whole sequences."""
-    if dp % ep and (whole := experts_of_whole_sequences(program.graph, program.captured.parameters)):
-        problem = f"ep={ep} is over parts of sequences, and `{whole[0]}` has rows of whole ones on every cp rank"
-        raise Error(problem, fix="ep that divides dp, or cp=1")
+    if dp % ep == 0:
+        return
+    parts = values_of_parts(program.graph, "cp")
+    for choice in program.graph.find_nodes(op="call_function", target=dispatch):
+        if choice not in parts:
+            problem = f"ep={ep} is over parts of sequences, and `{layer_of(choice)}` has rows of whole ones"
+            raise Error(f"{problem} on every cp rank", at=line_of(choice), fix="ep that divides dp, or cp=1")
 
 
 def learning_of(analysis: Program) -> frozenset[str] | None:

@@ -131,7 +131,8 @@ def split_block(
     Args:
         operators: what the nodes of the graph are.
         run: a run of the block, which tells what autograd saves.
-        ends_early: whether operators whose results backward does not need are left out.
+        ends_early: whether operators whose results backward does not need are left out; else all that is dropped runs
+            again, and what reads it, as in a checkpoint around both.
     """
     return _Splitting(module, operators, run, fates).result(ends_early)
 
@@ -223,7 +224,9 @@ class _Splitting:
                 nodes |= group
             groups.append(nodes)
         if groups and not ends_early:
-            groups[0] |= self.needed([node for node in self.nodes if self.is_dropped(node)])
+            makers = [node for node in self.nodes if self.is_dropped(node)]
+            readers = [user for node in makers for user in node.users if user.op == "call_function"]
+            groups[0] |= self.needed(makers + readers)
         return groups
 
     def result(self, ends_early: bool) -> Split:

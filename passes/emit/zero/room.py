@@ -68,8 +68,8 @@ class Room(Generic[M]):
         if count <= 0:
             return []
         later = [block for block in reversed(following) if block in self.members]
-        others = [block for block in self.members if block not in later]
-        leaving = [block for block in (*others, *later) if block not in staying][:count]
+        read_no_more = [block for block in self.members if block not in later]
+        leaving = [block for block in (*read_no_more, *later) if block not in staying][:count]
         self.members = [block for block in self.members if block not in leaving]
         return leaving
 

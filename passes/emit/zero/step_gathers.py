@@ -21,38 +21,40 @@ class StepGathers:
     Attributes:
         zero: the stage of ZeRO.
         blocks: the number of the rank's blocks.
-        most: how many of them are whole at a time; None where all stay until the step ends.
-        times: how often a block is gathered, all blocks together.
-        gathered: bytes of the parameters that are gathered, each time.
-        outside: bytes of those outside of blocks, which are gathered once.
-        whole: bytes that are whole at a time, at most.
-        summed: bytes of the gradients that are summed, each time.
+        whole_blocks: how many of them are whole at a time; None where all stay until the step ends.
+        gathers: how often a block is gathered, all blocks together.
+        gathered_bytes: of the parameters that are gathered, each time.
+        outside_bytes: of those outside of blocks, which are gathered once.
+        whole_bytes: bytes that are whole at a time, at most.
+        summed_bytes: of the gradients that are summed, each time.
         dtypes: in which parameters are sent, and gradients.
     """
 
     zero: int
     blocks: int
-    most: int | None
-    times: int
-    gathered: int
-    outside: int
-    whole: int
-    summed: int
+    whole_blocks: int | None
+    gathers: int
+    gathered_bytes: int
+    outside_bytes: int
+    whole_bytes: int
+    summed_bytes: int
     dtypes: tuple[str, str]
 
     def lines(self) -> tuple[str, ...]:
         """Returns what a plan says."""
-        sent, sums, whole, outside = map(bytes_text, (self.gathered, self.summed, self.whole, self.outside))
+        sent, sums = bytes_text(self.gathered_bytes), bytes_text(self.summed_bytes)
+        at_once, outside = bytes_text(self.whole_bytes), bytes_text(self.outside_bytes)
         of_gradients = f"zero        a step sums {sums} of gradients in {self.dtypes[1]}"
-        if self.most is None:
+        if self.whole_blocks is None:
             once = f"zero        {self.zero}: a step gathers all parameters once, {sent} in {self.dtypes[0]}"
             return f"{once}; they stay until it ends", of_gradients
-        ahead = "a block ahead" if self.most < 2 * FEWEST else f"up to {self.most - FEWEST} blocks ahead"
+        blocks_ahead = self.whole_blocks - FEWEST
+        ahead = "a block ahead" if blocks_ahead < FEWEST else f"up to {blocks_ahead} blocks ahead"
         return (
-            f"zero        {self.zero}: a step gathers {self.blocks} blocks {self.times} times, {ahead}: {sent} in "
+            f"zero        {self.zero}: a step gathers {self.blocks} blocks {self.gathers} times, {ahead}: {sent} in "
             f"{self.dtypes[0]}",
             f"zero        {outside} of it are outside of blocks, and gathered once; "
-            f"with {min(self.most, self.blocks)} blocks, {whole} are whole at a time",
+            f"with {min(self.whole_blocks, self.blocks)} blocks, {at_once} are whole at a time",
             of_gradients,
         )
 
@@ -67,20 +69,21 @@ def step_gathers(
         passes: of each pass in order the stage, and whether it is forward.
         sums: how often gradients are summed.
     """
-    units = [unit for some in stages.values() for unit in some]
-    most = next((unit.room.most for unit in units if unit.room is not None), None)
+    units = [unit for units_of_stage in stages.values() for unit in units_of_stage]
+    whole_blocks = next((unit.room.most for unit in units if unit.room is not None), None)
     starts = [unit for unit in units if unit.room is None]
-    outside = sum(unit.nbytes for unit in starts) if most is not None else 0
-    times = len(starts)
-    if most is not None:
-        orders = {i: _orders(some) for i, some in stages.items()}
-        of_blocks = list(itertools.chain(*gathered((orders[i][not forward] for i, forward in passes), most)))
-        starts, times = starts + of_blocks, len(of_blocks)
-    sizes = {str(i): unit.nbytes for i, unit in enumerate(units) if unit.room is not None or most is None}
+    outside = sum(unit.nbytes for unit in starts) if whole_blocks is not None else 0
+    gathers = len(starts)
+    if whole_blocks is not None:
+        orders = {i: _orders(units_of_stage) for i, units_of_stage in stages.items()}
+        of_blocks = list(itertools.chain(*gathered((orders[i][not forward] for i, forward in passes), whole_blocks)))
+        starts, gathers = starts + of_blocks, len(of_blocks)
+    sizes = {str(i): unit.nbytes for i, unit in enumerate(units) if unit.room is not None or whole_blocks is None}
     return StepGathers(
-        zero=zero, blocks=len(sizes), most=most, times=times, gathered=sum(unit.nbytes for unit in starts),
-        outside=outside, whole=int(whole_bytes({"": outside, **sizes}, most)),
-        summed=sums * sum(size for unit in units for size in unit.sums_by_dtype.values()),
+        zero=zero, blocks=len(sizes), whole_blocks=whole_blocks, gathers=gathers,
+        gathered_bytes=sum(unit.nbytes for unit in starts),
+        outside_bytes=outside, whole_bytes=int(whole_bytes({"": outside, **sizes}, whole_blocks)),
+        summed_bytes=sums * sum(size for unit in units for size in unit.sums_by_dtype.values()),
         dtypes=(_named(x for unit in units for x in unit.dtypes), _named(x for u in units for x in u.sums_by_dtype)),
     )  # fmt: skip
 

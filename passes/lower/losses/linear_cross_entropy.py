@@ -186,7 +186,9 @@ def _add(node: fx.Node, heads: Heads, decision: Decision) -> bool:
     leaf = heads.leaves[next(iter(linears))] if linears else None
     if not linears or any(heads.leaves[linear] is not leaf for linear in linears):
         return False
-    is_exact = not node.meta["val"].is_floating_point() or all(has_precision(node, each) for each in logits_within(of))
+    is_exact = not node.meta["val"].is_floating_point() or all(
+        has_precision(node, logits) for logits in logits_within(of)
+    )
     if not isinstance(result, RowReader):
         heads.values[node] = result
         return is_exact

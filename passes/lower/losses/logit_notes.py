@@ -63,8 +63,8 @@ def _in_chunks(graph: fx.Graph, decision: Decision, tp: int) -> Iterator[str]:
 def _prices(node: fx.Node) -> str:
     """Returns the prices of the form that a pass chose, and of the other one."""
     forms = dict(zip(("with gradients in forward", "with logits again in backward"), forms_of(node), strict=True))
-    (_, price), (name, other) = list(forms.items())[:: 1 if node.target is linear_loss_sum else -1]
-    texts = [f"{form.seconds * 1e3:,.3g} ms and {bytes_text(form.bytes)}" for form in (price, other)]
+    (_, price), (name, other_price) = list(forms.items())[:: 1 if node.target is linear_loss_sum else -1]
+    texts = [f"{form.seconds * 1e3:,.3g} ms and {bytes_text(form.bytes)}" for form in (price, other_price)]
     return f" (predicted for {price.rows:,} rows: {texts[0]} kept, or {texts[1]} {name})"
 
 

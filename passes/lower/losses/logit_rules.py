@@ -247,7 +247,7 @@ def _mixture(node: fx.Node, values: dict[fx.Node, Value]) -> Value | None:
     x, y = (values.get(n) for n in node.args[:2])  # type: ignore[arg-type]
     if not isinstance(x, Affine) or not isinstance(y, Affine) or not _one_shape(*node.args[:2]):
         return None
-    is_of_heads = all(each.softmax_of is not None and not each.is_moved for each in (x, y))
+    is_of_heads = all(terms.softmax_of is not None and not terms.is_moved for terms in (x, y))
     return Affine((), mixtures=((Mixture(x, y), 1.0),)) if is_of_heads else None
 
 

@@ -114,11 +114,11 @@ def _forms_of_rows(sizes: tuple[tuple[str, Any], ...], device: Hardware, rows: i
 def _priced(form: Callable[[], Tensor], operands: dict[str, Any], rows: int, device: Hardware) -> PricedForm:
     """Returns what a form takes that is run on tensors without data."""
     arguments = {x.untyped_storage()._cdata for x in operands.values() if isinstance(x, Tensor)}
-    kept: dict[int, int] = {}
+    bytes_by_storage: dict[int, int] = {}
 
     def count(x: Tensor) -> Tensor:
         if x.untyped_storage()._cdata not in arguments:
-            kept[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+            bytes_by_storage[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
         return x
 
     with torch.enable_grad(), Work(device) as work:
@@ -128,4 +128,4 @@ def _priced(form: Callable[[], Tensor], operands: dict[str, Any], rows: int, dev
     for x in operands.values():
         if isinstance(x, Tensor):
             x.grad = None  # The next form makes a new one, as this one did.
-    return PricedForm(rows, work.seconds, work.flops, sum(kept.values()))
+    return PricedForm(rows, work.seconds, work.flops, sum(bytes_by_storage.values()))

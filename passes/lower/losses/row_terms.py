@@ -159,7 +159,7 @@ class Terms:
 
     def of_mixture(self, mixture: Mixture, head: Logits) -> fx.Node:
         """Returns the sum over classes of the probabilities of a head of a mixture times its logarithms: [*]"""
-        heads = [each.softmax_of for each in (mixture.first, mixture.second)]
+        heads = [terms.softmax_of for terms in (mixture.first, mixture.second)]
         if mixture not in self.mixtures:
             self.mixtures[mixture] = self._new_mixture(mixture, *heads)  # type: ignore[arg-type]
         return self.call(aten.select.int, self.mixtures[mixture], 0, heads.index(head))
@@ -167,7 +167,7 @@ class Terms:
     def _new_mixture(self, mixture: Mixture, head: Logits, second_head: Logits) -> fx.Node:
         (weight, x, bias, *low), second = self.operands(head), self.operands(second_head)
         lses = [self.lse(logits) for logits in (head, second_head)]
-        shares = [self.of_rows(each) for each in (mixture.first, mixture.second)]
+        shares = [self.of_rows(terms) for terms in (mixture.first, mixture.second)]
         shares = [self.call(aten.zeros_like.default, lses[0]) if share is None else share for share in shares]
         parts = 0.0, 0.0, *second[:2], second_head.scale, second_head.cap, second[2], None
         more = [head.scale, head.cap, bias, *parts, *low, *second[3:], head.cast_to]

@@ -133,9 +133,9 @@ def _of_mixtures(value: Value) -> list[TermRequest] | None:
     of, requests = value.probabilities.of.softmax_of, list[TermRequest]()
     for mixture, _ in value.of.mixtures:
         heads = mixture.first, mixture.second
-        if of is None or of not in [each.softmax_of for each in heads]:
+        if of is None or of not in [terms.softmax_of for terms in heads]:
             return None
-        requests += [request for each in heads for request in (TermRequest(each.softmax_of), *_of_rows(each))]  # type: ignore[arg-type]
+        requests += [request for terms in heads for request in (TermRequest(terms.softmax_of), *_of_rows(terms))]  # type: ignore[arg-type]
     return requests
 
 

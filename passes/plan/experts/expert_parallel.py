@@ -116,16 +116,6 @@ def with_own_experts(
     }
 
 
-def experts_of_whole_sequences(graph: fx.Graph, names: Mapping[str, str]) -> list[str]:
-    """Returns the parameters of experts whose rows are those of whole sequences, on each rank along `cp`.
-
-    Args:
-        names: placeholder -> parameter.
-    """
-    stored = graph.find_nodes(op="call_function", target=exchange.own)
-    return [names[own.args[0].name] for own in stored if all(reader.target is not copy for reader in own.users)]
-
-
 def described(graph: fx.Graph, ep: int, names: Mapping[str, str]) -> str:
     """Returns what the plan says of a graph whose rows travel. names: placeholder -> parameter"""
     tables = [node for node in graph.nodes if node.target is exchange.exchange_counts]

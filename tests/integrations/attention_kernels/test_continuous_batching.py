@@ -84,9 +84,8 @@ def a_model_without_a_plan_is_cut_by_heads(rank: int, n: int) -> None:
 
 @checks.on(2, rare=True)
 def sinks_are_cut_by_heads(rank: int, n: int) -> None:
-    """Layers with windows, too."""
-    names = "eager", "flash_attention_4"
-    assert expect_the_tokens_of_one_device("GptOss", WITH_SINKS, {"tp": n}, *names)[1] == {1}
+    """Layers with windows, too. transformers gives sinks to no other kernel for pages but one of the hub."""
+    assert expect_the_tokens_of_one_device("GptOss", WITH_SINKS, {"tp": n}, "eager")[1] == {1}
 
 
 @checks.on(2)

@@ -13,7 +13,6 @@ from autotp.diagnostics.lockstep import COLLECTIVES
 from autotp.ops import collectives
 from autotp.ops.attention.products import attention
 from autotp.ops.custom_vjp import Places, Vjp
-from autotp.ops.experts import exchange
 from autotp.passes.emit.bind import COMMUNICATING, bind
 from autotp.rules.call import placeholders
 
@@ -60,11 +59,9 @@ def test_bind_gives_every_collective_its_group(target: Any) -> None:
 def test_bind_knows_every_simulated_collective() -> None:
     """Those of autotp that the simulation of all ranks knows: a new one must be bound, too.
 
-    Extensions write theirs into bound graphs. Rows of experts travel between replicas, and there one is simulated.
+    Extensions write theirs into bound graphs.
     """
-    known = {target for target in COLLECTIVES if "experimental" not in target.__module__}
-    of_experts = {exchange.exchange_counts, exchange.to_experts, exchange.to_rows, exchange.select_own}
-    assert known | of_experts == COMMUNICATING
+    assert {target for target in COLLECTIVES if "experimental" not in target.__module__} == COMMUNICATING
 
 
 def test_bind_of_one_process_has_no_group() -> None:

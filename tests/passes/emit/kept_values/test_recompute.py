@@ -453,6 +453,35 @@ def test_recompute_runs_only_what_backward_needs() -> None:
     assert seen.counts["aten.tanh.default"] == 2
 
 
+def test_a_region_of_a_checkpoint_ends_with_the_readers_of_what_it_drops() -> None:
+    """As software that marks attention computes it: its last product, whose result nobody needs, runs again, too."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.matmul(torch.softmax(torch.matmul(q, k), -1), v).sin()
+
+    def make(call: Any, q: Any, k: Any, v: Any) -> Any:
+        weights = call(aten.softmax.int, call(aten.matmul.default, q, k), -1)
+        out = call(aten.sin.default, call(aten.matmul.default, weights, v))
+        for node in out.graph.nodes:
+            if node.op == "call_function":
+                node.meta["nn_module_stack"] = {"m": ("L['self'].h.0", nn.Module)}
+        return out
+
+    products_again = []
+    for ends_early in (True, False):
+        module = recompute(draft(make, q=some(3, 2), k=some(2, 3), v=some(3, 2)), "selective")
+        (block,) = module.children()
+        assert isinstance(block, Recomputed)
+        block.ends_early = ends_early
+        operands = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2), (2, 3), (3, 2))]
+        (y,) = module(*operands)
+        with Operators() as operators:
+            gradients = torch.autograd.grad(y.sum(), operands)
+        assert all(map(torch.equal, gradients, torch.autograd.grad(attend(*operands).sum(), operands)))
+        products_again.append(operators.counts["aten.mm.default"] - 4)
+    assert products_again == [1, 2]
+
+
 def test_recompute_ends_what_its_second_run_has_begun() -> None:
     """Once, although the second run stops at the last tensor that backward needs."""
     ended: list[str] = []

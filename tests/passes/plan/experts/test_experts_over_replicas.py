@@ -10,7 +10,7 @@ import pytest
 import torch
 from errors import message
 from ranks import Checks, shared
-from small_models import AttendingMixtures, Mixture, assert_values_close
+from small_models import AttendingMixtures, CentredMixture, Mixture, assert_values_close
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -66,23 +66,10 @@ def two_replicas_with_half_of_the_experts_train_as_one_device(rank: int, n: int)
     }
 
 
-class Centred(Mixture):
-    """Weights of experts that depend on those of all experts."""
-
-    def _groups(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        assert self.grouped is not None
-        ordered, places = chosen.sort()
-        ends = torch.histc(ordered.float(), self.number, 0, self.number - 1).cumsum(0, dtype=torch.int32)
-        up = self.up + self.up.mean(0, keepdim=True)
-        h = F.gelu(self.grouped(x[places], up, ends) + self.up_bias[ordered])
-        y = (self.grouped(h, self.down, ends) + self.down_bias[ordered]) * weights[places]
-        return y[places.argsort()]
-
-
 @checks.on(2)
 def weights_of_all_experts_are_computed_on_every_rank(rank: int, n: int) -> None:
     whole = layers_of_experts()
-    whole.first.__class__ = Centred
+    whole.first.__class__ = CentredMixture
     trainer, _ = train_experts_beside_one_device(whole, dp=2, ep=2)
     shapes = {name: list(local_of(p).shape) for name, p in trainer.named_parameters() if name.startswith("first.")}
     assert shapes["first.up"] == [4, 8, 10] and shapes["first.down"] == [2, 10, 8]

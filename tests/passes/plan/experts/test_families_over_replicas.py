@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from errors import message
 from hugging_face import expect_same, files_of
 from ranks import Checks, shared
 from small_models import assert_values_close
@@ -242,6 +243,33 @@ def folders_are_read_and_written_by_experts(rank: int, n: int) -> None:
         autotp.save_pretrained(trainer, written)
         if rank == 0:
             expect_same(files_of(written), files_of(folder))
+
+
+@checks.on(2)
+def a_trainer_generates_by_both_ways_of_its_error(rank: int, n: int) -> None:
+    """The tokens are those of one device with the parameters that the trainer has."""
+    folder, model, parallel = shared(rank) / "trained", of_class("mixtral"), of_class("mixtral")
+    example = {key: x[:4] for key, x in rows(0).items()}
+    trainer = autotp.distribute(model, dp=2, ep=2, example_inputs=example)
+    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.5)
+    for step in range(3):
+        trainer.step(**{key: x.chunk(2)[rank] for key, x in rows(step).items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    tokens, how = rows(0)["input_ids"][:2], {"do_sample": False, "max_new_tokens": 6, "use_cache": True}
+    error = message(trainer.generate, tokens)
+    assert "autotp.load_full_state_dict(model, autotp.full_state_dict(trainer))" in error
+    assert "autotp.save_pretrained(trainer, path), and autotp.from_pretrained(path, tp)" in error
+    parallel = autotp.parallelize(parallel, 2)
+    untrained = parallel.generate(tokens, **how)
+    autotp.load_full_state_dict(parallel, autotp.full_state_dict(trainer))
+    generated = parallel.generate(tokens, **how)
+    autotp.save_pretrained(trainer, folder)
+    again = autotp.from_pretrained(folder, 2).generate(tokens, **how)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    expected = whole.generate(tokens, **how)
+    assert torch.equal(generated, expected) and torch.equal(again, expected)
+    assert not torch.equal(untrained, expected)
 
 
 @checks.on(2)
