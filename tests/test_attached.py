@@ -97,7 +97,7 @@ OF_THE_PROCESS = {
         "rules.table.ROWS",
     },
     "the region that a thread is in: a region within another has its own": {
-        "display.progress._of_threads", "errors._calls", "groups.one_thread._users",
+        "costs.hardware._estimated", "display.progress._of_threads", "errors._calls", "groups.one_thread._users",
         "integrations.loops.accelerate_state._shown", "integrations.transformers.adapters._making",
         "integrations.transformers.pages.attention_to_pages._cache",
         "integrations.transformers.adapters._saved", "ops.coalesced._at_once",
@@ -130,7 +130,7 @@ OF_THE_PROCESS = {
 }  # fmt: skip
 """Why state belongs to the process -> the names of modules that stand for it."""
 
-ROOT = Path(autotp.__file__).parent.parent
+ROOT = Path(autotp.__file__).resolve().parent.parent
 STATES = {
     "ContextVar", "Counter", "WeakKeyDictionary", "WeakSet", "WeakTensorKeyDictionary", "WeakValueDictionary", "count",
     "defaultdict", "deque", "local",
@@ -198,6 +198,7 @@ def states_of(source: str, module: str) -> set[str]:
 SOURCES = {module_of(p): p.read_text() for top in ("autotp", "passes") for p in (ROOT / top).rglob("*.py")}
 
 
+@pytest.mark.each_time
 def test_state_of_the_process_is_listed_with_its_reason() -> None:
     """New state belongs to an object, and is `attached` to it; or to the process, and then the list says why."""
     states = set[str]().union(*(states_of(source, module) for module, source in SOURCES.items()))

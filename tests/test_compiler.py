@@ -41,7 +41,7 @@ from autotp.passes.lower.local_sizes import Target
 from autotp.passes.program.program import CapturedProgram, Program
 
 TABLE = (*CANONICALIZE, *PLAN, *LOWER, *EMIT)
-PASSES = Path(autotp.__file__).parent.parent / "passes"
+PASSES = Path(autotp.__file__).resolve().parent.parent / "passes"
 WITHIN = {"balance"}
 """Passes between two steps of another row: of `context_parallel`, which plans, lowers and checks over its own axis."""
 ALWAYS_WITHIN = {"heads"}

@@ -30,7 +30,7 @@ from autotp.torch_internals import (
     looks_up,
 )
 
-ROOT = Path(autotp.__file__).parents[1]
+ROOT = Path(autotp.__file__).resolve().parents[1]
 OTHER_LIBRARIES = ROOT / "autotp" / "integrations"
 """Names of transformers and others have tables of their own."""
 PATCHERS = ("patch", "patch.object", "mock.patch", "mock.patch.object", "setattr", "delattr")
@@ -287,6 +287,7 @@ def in_table(use: str) -> bool:
     return names[-1] in of_objects or any(".".join(names[:n]) in full for n in range(len(names) + 1))
 
 
+@pytest.mark.each_time
 def test_every_private_name_is_in_the_table() -> None:
     missing = {use: place for use, place in private_uses() if not in_table(use)}
     assert missing == {}, "add a row to USED in autotp/torch_internals.py, or use a public name"
@@ -323,5 +324,6 @@ def replacements() -> Iterator[str]:
                     yield f"{place}:{owner.lineno} {ast.unparse(node)[:80]}"
 
 
+@pytest.mark.each_time
 def test_no_name_is_replaced_outside_the_table() -> None:
     assert list(replacements()) == [], "add a row to REPLACED in autotp/torch_internals.py, and use it"

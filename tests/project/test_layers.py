@@ -22,7 +22,7 @@ ORDER = (
     "diagnostics.reasons", "diagnostics.report", "runtime",
     "training", "diagnostics", "checkpoint", "api", "integrations", "experimental", "tools", "__main__",
 )  # fmt: skip
-ROOT = Path(autotp.__file__).parent.parent
+ROOT = Path(autotp.__file__).resolve().parent.parent
 SCRIPTS = ("examples", "benchmarks")
 FILES = [*(ROOT / "autotp").rglob("*.py"), *(ROOT / "passes").rglob("*.py")]
 

@@ -22,7 +22,7 @@ from autotp.rules.table import ROWS, TORCH_ROWS, overloads
 from autotp.rules.traits import has, having, in_place_of
 
 aten = torch.ops.aten
-ROOT = Path(autotp.__file__).parent.parent
+ROOT = Path(autotp.__file__).resolve().parent.parent
 TABLES = {
     ("autotp/costs/operators.py", "ARITHMETIC"),
     ("autotp/costs/operators.py", "SAME_WORK"),

@@ -10,6 +10,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = spec_from_file_location("errors_page", ROOT / "docs" / "errors.py")
 assert SPEC is not None and SPEC.loader is not None
@@ -23,6 +25,7 @@ def test_the_page_is_what_the_script_writes() -> None:
     assert page.PAGE.read_text() == page.page(), "python docs/errors.py"
 
 
+@pytest.mark.each_time
 def test_each_error_says_what_to_write() -> None:
     silent = [one for one in page.messages() if one.sort == "Error" and not page.advice(one.ways).strip(f"{HOLE}. ")]
     assert [f"{one.module}:{one.line}: {one.text}" for one in silent] == []
@@ -33,6 +36,7 @@ def test_mistakes_of_autotp_ask_for_a_report() -> None:
     assert {one.sort for one in page.messages() if page.sort_of(one) == page.OWN} == {"Error", "AssertionError"}
 
 
+@pytest.mark.each_time
 def test_whatever_is_raised_or_warned_is_on_the_page_by_its_first_words() -> None:
     """Found here without the script: each literal text of a `raise`, of an Error and of a warning of the source."""
     written = plain(page.PAGE.read_text().replace("&lt;...>", "").replace("...", ""))
