@@ -48,6 +48,11 @@ def with_positions_before(call: Call) -> Rule:
     return Rule.of(spell([before, *[["z^"]] * (len(call.operands) - 1)], [after]), ((0,),))
 
 
+def ends_of_whole(call: Call) -> Rule:
+    """`ends_of_numbers`: any two tokens may have one number, so all are needed, in each row."""
+    return Rule.of(spell([[f"n{d}^" for d in range(call.operands[0].dim())]], [["e^"]]))
+
+
 def whole_along(call: Call) -> Rule:
     """`first`: positions of `dim` have a gradient or none, so it is needed whole."""
     names = letters(call.operands[0].dim())

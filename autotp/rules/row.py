@@ -88,6 +88,9 @@ class Reach:
         ends: the name of the argument with the ends of documents; "" if rows are one document.
         chunk: the length of the chunks of a row, of which a query reads its own; 0 for none.
         after: at most so many after; -1 for all.
+        sequence: the dimension of the queries that has their positions, where rows are one document.
+        numbers: where a call gets numbers of its tokens' documents, from which `ends` are computed: the place among its
+            operands, and the dimension of the tokens.
     """
 
     window: int
@@ -95,15 +98,17 @@ class Reach:
     ends: str = ""
     chunk: int = 0
     after: int = 0
+    sequence: int = 1
+    numbers: tuple[int, int] | None = None
 
     def around(self, arguments: Mapping[str, Any]) -> tuple[Any, Any]:
         """Returns the numbers of keys before and after, from the values of a call's arguments.
 
-        Without documents `query` is [batch seq heads width], and has as many positions as there are keys.
+        Without `longest`, `query` has as many positions as there are keys.
         """
         sides = self.window, self.after
         if not self.longest:
-            return tuple(arguments["query"].shape[1] - 1 if side < 0 else side for side in sides)  # type: ignore[return-value]
+            return tuple(arguments["query"].shape[self.sequence] - 1 if side < 0 else side for side in sides)  # type: ignore[return-value]
         last = arguments[self.longest] - 1
         return tuple(last if side < 0 else side and torch.sym_min(side, last) for side in sides)  # type: ignore[return-value]
 

@@ -13,6 +13,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from autotp.ops import channels, collectives, custom_vjp, dropout, lookup, placement_moves
+from autotp.ops.attention import documents
 from autotp.ops.attention.causal_rows import causal_rows
 from autotp.ops.attention.products import attention
 from autotp.ops.attention.zigzag import in_order, zigzag, zigzag_rows
@@ -253,6 +254,7 @@ OWN_ROWS: dict[Callable[..., Any], Row] = {
     placement_moves.take: Row(c.another_length),
     placement_moves.place: Row(c.another_length),
     placement_moves.first: Row(c.whole_along),
+    documents.ends_of_numbers: Row(c.ends_of_whole),
     collectives.copy: Row(c.one_for_one),
     collectives.reduce: Row(c.one_for_one),
     collectives.scatter: Row(c.another_length),

@@ -121,6 +121,33 @@ def stop_of_keys(size: int, stop: int, after: int, ends: Sequence[int] | None) -
     return torch.sym_min(end, stop + after)
 
 
+def ends_of_numbers(numbers: Tensor, dim: int, tokens: int) -> Tensor:
+    """Returns where documents begin and end whose tokens have numbers: a query reads the keys of its own number only.
+
+    A document ends before a position if no number is on both sides of it, in no row. Each position has the begin of its
+    document, so that no size depends on values: numbers [4 4 7 7 7] give ends [0 0 2 2 2 5].
+
+    Args:
+        numbers: of each token, [... tokens ...]; others may come after them.
+        dim: the dimension of the tokens.
+        tokens: how many there are.
+
+    Returns:
+        [tokens + 1], int32.
+    """
+    places = torch.arange(tokens + 1, device=numbers.device)
+    # No `narrow`, for which a symbolic length would be assumed to be `tokens`.
+    rows = numbers.index_select(dim, places[:-1]).movedim(dim, -1).unsqueeze(0).flatten(0, -2)
+    by_number, order = rows.sort(dim=-1, stable=True)
+    run = (by_number != by_number.roll(1, -1)).cumsum(-1)  # The number of a run of equal numbers.
+    run = run - run[:, :1]
+    last_of_run = torch.zeros_like(order).scatter_reduce(-1, run, order, "amax")
+    last = torch.zeros_like(order).scatter(-1, order, last_of_run.gather(-1, run))
+    reach = last.amax(0).cummax(0).values  # The last position that has a number of this position, or of one before.
+    begins = torch.cat([places[:1], places[1:] * (reach == places[:-1])])  # Behind the last position, too.
+    return begins.cummax(0).values.int()
+
+
 def documents_in_parts(ends: Tensor, tokens: int, parts: int) -> Tensor:
     """Returns the ends of documents in each part of the tokens, one part after another: [parts * (documents + 1)]."""
     size = tokens // parts

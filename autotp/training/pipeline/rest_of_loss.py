@@ -34,7 +34,7 @@ class RestOfLoss:
         replicas: the process group of the replicas; None if their sums are among the parts.
         parts: the number of parts that give sums here before backward; 1 if a part may do so in its own forward.
         """
-        self._functions = fx.GraphModule(nn.Module(), bind(functions, device, {}))
+        self._functions, self._device = fx.GraphModule(nn.Module(), bind(functions, device, {})), device
         self._replicas, self._parts = replicas, parts
         self._sums: list[Sequence[Tensor]] = []
         self._gradients: list[Tensor | None] = []
@@ -59,9 +59,12 @@ class RestOfLoss:
 
     def sum_up(self) -> Tensor:
         """Computes the value, and its gradient for each sum, from the sums of all parts; returns the value."""
-        # torch's schedules have run the stage on zeros before, to learn the shapes that it sends.
+        # torch's schedules have run the stage on zeros before, to learn the shapes that it sends. A number of rows may
+        # be on the host; what comes back stays on the device, for which nobody waits.
         parts = self._sums[-self._parts :]
-        total = torch.stack([torch.cat([x.reshape(-1).double() for x in sums]) for sums in parts]).sum(0)
+        total = torch.stack(
+            [torch.cat([x.reshape(-1).to(self._device, torch.float64) for x in sums]) for sums in parts]
+        ).sum(0)
         if self._replicas is not None and self._replicas.size() > 1:
             dist.all_reduce(total, group=self._replicas)
         pieces = zip(total.split([x.numel() for x in parts[0]]), parts[0], strict=True)

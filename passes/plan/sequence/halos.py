@@ -4,9 +4,9 @@
     After:  attention_kernel(q, nearby(k, 1, 7), nearby(v, 1, 7), before=7)          `lower` writes `halo`
 
 A query of a sliding window reads a known number of keys before and after it, and one of packed documents none outside
-its document: it is at most as long as the longest. `nearby(x)` is `x`, of which each rank gets its part and these
-positions around it. Masks that are tensors say nothing before they are computed: there all keys and values are
-gathered.
+its document: it is at most as long as the longest. Where tokens have numbers of documents, their ends are computed.
+`nearby(x)` is `x`, of which each rank gets its part and these positions around it. Masks that are tensors say nothing
+before they are computed: there all keys and values are gathered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.ops.attention.documents import keys_seen
+from autotp.ops.attention.documents import ends_of_numbers, keys_seen
 from autotp.ops.placement_moves import apart, nearby
 from autotp.passes.builder import Builder, fake_mode_of
 from autotp.passes.plan.choose import Decision, carry, elements
@@ -111,6 +111,7 @@ class _Halos:
 
     Attributes:
         read: (old operand, reach) -> the operand with a halo: layers may share keys and values.
+        ends: numbers of documents, the dimension of tokens, and their number -> where documents end.
     """
 
     def __init__(self, graph: fx.Graph, axes: Axes, decision: Decision) -> None:
@@ -118,6 +119,7 @@ class _Halos:
         self.builder, self.new_axes = Builder(fake_mode_of(graph)), Axes()
         self.new = Decision(chosen=decision.chosen)
         self.read: dict[Any, fx.Node] = {}
+        self.ends: dict[Any, fx.Node] = {}
 
     def visit(self, node: fx.Node, reach: Reach | None) -> None:
         """Copies a node; an attention with a `reach` reads halos."""
@@ -127,16 +129,28 @@ class _Halos:
             carry(self.builder.copy(node), node, self.axes, self.new_axes, self.decision, self.new)
             return
         dim = _sequence(node, self.axes, leaf)
-        (before, after), ends = self._around(node, reach, dim), arguments_of(node).get(reach.ends)
+        (before, after), ends = self._around(node, reach, dim), self._ends(node, reach)
         operands = self.axes.bound[node].operands
-        read = {
-            i: self._nearby(operands[i], leaf, (dim, before, ends and self.builder.env[ends], reach.chunk, after))
-            for i in KEYS
-        }
+        read = {i: self._nearby(operands[i], leaf, (dim, before, ends, reach.chunk, after)) for i in KEYS}
         copy = self.builder.copy(node)
         copy.args, copy.kwargs = with_operands(self.builder, node, operands, read)
+        if reach.numbers is not None:
+            copy.args, copy.kwargs = tuple((arguments_of(copy) | {reach.ends: ends}).values()), {}
         visit(copy, self.new_axes)
         self.new.cuts[copy] = leaf
+
+    def _ends(self, node: fx.Node, reach: Reach) -> fx.Node | None:
+        """Returns where documents end, which the call gets, or numbers of its documents say; None for one document."""
+        if reach.numbers is None:
+            ends = arguments_of(node).get(reach.ends)
+            return ends and self.builder.env[ends]
+        operands, (place, dim) = self.axes.bound[node].operands, reach.numbers
+        tokens = self.builder.size(self.builder.env[operands[0]], reach.sequence)
+        key = self.builder.env[operands[place]], dim, tokens
+        if key not in self.ends:
+            self.ends[key] = self.builder.call(ends_of_numbers, *key)
+            visit(self.ends[key], self.new_axes)
+        return self.ends[key]
 
     def _around(self, node: fx.Node, reach: Reach, dim: int | None) -> Any:
         """Returns the numbers of keys before and after its own that a query reads, or nodes that compute them."""

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from autotp.integrations.attention_kernels.flex.mods import CUTTABLE, Mods, mods_of, working_dtype
+from autotp.ops.attention.documents import read_documents, stop_of_keys
 from autotp.ops.placement_moves import nearby
 from autotp.passes import builder
 from autotp.passes.check import erase
@@ -50,6 +51,7 @@ def flex_attention(
     text: str,
     scale: float | None,
     peaks: bool = False,
+    ends: Tensor | None = None,
     start_1: int | None = None,
     start_2: int | None = None,
     near: int | None = None,
@@ -63,14 +65,19 @@ def flex_attention(
         text: these functions, and options of the kernel: see `mods.py`.
         scale: of the products of queries and keys; None for 1/sqrt(width).
         peaks: whether the maximum is read; no kernel for CPUs returns it.
+        ends: where documents end that the mask says, [documents + 1], if the keys are chosen by them.
         start_1, start_2: the first head and the position of the first query of this rank; None for 0.
-        near: the number of all keys, if these are only those that some of the queries see by the mask's window.
+        near: the number of all keys, if these are only those that some of the queries see.
     """
     if torch.compiler.is_dynamo_compiling():  # It cannot make functions of a text: what it records runs what follows.
-        recorded: Totals = FLEX(query, key, value, captured, text, scale, peaks, start_1, start_2, near)
+        recorded: Totals = FLEX(query, key, value, captured, text, scale, peaks, ends, start_1, start_2, near)
         return recorded
     mods = mods_of(text, str(query.device))
-    first_key = max((start_2 or 0) - mods.window[0], 0) if near is not None and mods.window is not None else 0
+    first_key = 0
+    if near is not None and mods.window is not None:
+        after = mods.window[1] if mods.window[1] >= 0 else near
+        end = stop_of_keys(near, (start_2 or 0) + query.shape[2], after, read_documents(ends, near))
+        first_key = end - key.shape[2]
     starts = (0, start_1 or 0, start_2 or 0, first_key)
     plain = torch._C._functorch.peek_interpreter_stack() is None
     call = FlexCall(query, key, value, captured, mods, scale, starts, peaks)
@@ -236,7 +243,7 @@ def _blocks(call: FlexCall) -> Any:
 torch.library.define(
     "autotp::flex_attention",
     "(Tensor query, Tensor key, Tensor value, Tensor[] captured, str text, float? scale, bool peaks=False, "
-    "SymInt? start_1=None, SymInt? start_2=None, SymInt? near=None) -> (Tensor, Tensor, Tensor)",
+    "Tensor? ends=None, SymInt? start_1=None, SymInt? start_2=None, SymInt? near=None) -> (Tensor, Tensor, Tensor)",
 )
 FLEX = torch.ops.autotp.flex_attention.default
 NAMES = tuple(argument.name for argument in FLEX._schema.arguments)
@@ -295,16 +302,23 @@ def _rule(call: Call) -> Rule:
     named = {"b": b, "h": heads, "q": f"s{s}"}
     terms += [[named.get(x, f"x{i}_{d}^") for d, x in enumerate(row)] for i, row in enumerate(mods.dims)]
     rows = [b, heads, f"s{s}"]
+    terms += [["n^"]] if call["ends"] is not None else []
     return Rule.of(
         spell(terms, [[*rows, "e"], rows, rows]), **({"k": key.shape[1]} if shared and not one_group else {})
     )
 
 
 def _reach(call: Call) -> Reach | None:
-    """Returns the window of a mask; None without one, and for queries and keys of different lengths."""
-    window = mods_of(call["text"]).window
-    same_length = Size.of(call["query"].shape[2]) == Size.of(call["key"].shape[2])
-    return Reach(window[0], after=window[1]) if window is not None and same_length else None
+    """Returns the window of a mask and its documents; None without, and for queries and keys of different lengths."""
+    mods = mods_of(call["text"])
+    if mods.window is None or Size.of(call["query"].shape[2]) != Size.of(call["key"].shape[2]):
+        return None
+    before, after = mods.window
+    if mods.numbers is None:
+        return Reach(before, after=after)
+    place, dim = mods.numbers
+    numbers = (3 + place, dim) if call["ends"] is None else None  # It is behind queries, keys and values.
+    return Reach(before, ends="ends", after=after, sequence=2, numbers=numbers)
 
 
 def _form(local: Local, node: fx.Node, axes: Axes, leaf: Axis) -> Any:

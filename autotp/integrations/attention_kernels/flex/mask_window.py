@@ -1,18 +1,20 @@
-"""mask_window: how far before and after its own position a query reads, from the function of a mask.
+"""mask_window: which keys around its own position a query reads, from the function of a mask.
 
-    (q >= k) & (q - k < 3)          (2, 0)
-    (q - k).abs() <= 4              (4, 4)
-    q >= k                          None: all keys before
+    (q >= k) & (q - k < 3)                      2 keys before, 0 after
+    (q - k).abs() <= 4                          4 keys before, 4 after
+    (q >= k) & (doc[b, q] == doc[b, k])         those before in the document that `doc` says
+    q >= k                                      no bound: all keys before
 
-A mask that is true says that `k - q` is in a range. What is not known says nothing: each number is possible.
+A mask that is true says that `k - q` is in a range, and that two places of a table are equal. What is not known says
+nothing: each number is possible.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -38,22 +40,73 @@ class Position:
     offset: float
 
 
-Range = tuple[float, float]
-"""The least and the greatest `k - q` of a mask that is true."""
-ANY: Range = (-math.inf, math.inf)
-NEVER: Range = (math.inf, -math.inf)
+QUERY, KEY = Position(1, 0, 0), Position(0, 1, 0)
 
 
-def window_of(graph: fx.Graph) -> tuple[int, int] | None:
-    """Returns the numbers of keys before and after its own that a query reads; None without a bound on both sides."""
+@dataclass(frozen=True)
+class NumberRead:
+    """A number that a mask reads of a tensor by the position of the query or of the key.
+
+    Attributes:
+        tensor: the name of the tensor.
+        dim: the dimension of that position.
+        others: the places in the other dimensions.
+        of_query: whether it is the query's position.
+    """
+
+    tensor: str
+    dim: int
+    others: tuple[Any, ...]
+    of_query: bool
+
+
+class Seen(NamedTuple):
+    """What a mask that is true says.
+
+    Attributes:
+        least, greatest: of `k - q`.
+        equal: pairs of a tensor and a dimension, whose numbers are equal at the query's position and at the key's.
+    """
+
+    least: float = -math.inf
+    greatest: float = math.inf
+    equal: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def is_never(self) -> bool:
+        """True if no mask is true."""
+        return self.least > self.greatest
+
+
+ANY = Seen()
+NEVER = Seen(math.inf, -math.inf)
+
+
+class MaskWindow(NamedTuple):
+    """Which keys around its own position a query reads.
+
+    Attributes:
+        before, after: how many; -1 for all.
+        numbers: the tensor with numbers of documents, of which a query reads its own, and its dimension of positions.
+    """
+
+    before: int
+    after: int
+    numbers: tuple[str, int] | None = None
+
+
+def window_of(graph: fx.Graph) -> MaskWindow | None:
+    """Returns which keys a query reads; None if nothing says it: without documents, and without a bound on a side."""
     facts = dict[fx.Node, Any]()
     for node in graph.nodes:
         if node.op == "placeholder":
-            facts[node] = {"q": Position(1, 0, 0), "k": Position(0, 1, 0)}.get(node.name)
+            facts[node] = {"q": QUERY, "k": KEY}.get(node.name)
         elif node.op == "output":
-            smallest, greatest = _range(facts.get(node.args[0]))
-            bounded = math.isfinite(smallest) and math.isfinite(greatest)
-            return (max(0, math.floor(-smallest)), max(0, math.floor(greatest))) if bounded else None
+            seen = _seen(facts.get(node.args[0]))
+            before, after = (max(0, math.floor(x)) if math.isfinite(x) else -1 for x in (-seen.least, seen.greatest))
+            numbers = next(iter(seen.equal), None)
+            is_bounded = numbers is not None or min(before, after) >= 0
+            return MaskWindow(before, after, numbers) if is_bounded and not seen.is_never else None
         else:
             packet = getattr(node.target, "overloadpacket", None)
             meaning = MEANINGS.get(packet)
@@ -62,6 +115,8 @@ def window_of(graph: fx.Graph) -> tuple[int, int] | None:
             facts[node] = meaning(*operands) if meaning is not None and plain else None
             if packet in (aten.new_zeros, aten.zeros) and node.kwargs.get("dtype") is torch.bool:
                 facts[node] = NEVER  # `or_masks` begins with it.
+            if packet is aten.index:
+                facts[node] = _number_read(facts, *node.args)
     return None
 
 
@@ -69,8 +124,25 @@ def _number(x: Any) -> Position | None:
     return Position(0, 0, x) if isinstance(x, int | float) and not isinstance(x, bool) else None
 
 
-def _range(fact: Any) -> Range:
-    return fact if isinstance(fact, tuple) else ANY
+def _number_read(facts: Mapping[fx.Node, Any], x: Any, indices: Any) -> NumberRead | None:
+    """Returns what an index reads by the position of the query, or of the key, and in other dimensions elsewhere."""
+    positions = [facts.get(index) for index in indices]
+    dims = [d for d, position in enumerate(positions) if position in (QUERY, KEY)]
+    if not isinstance(x, fx.Node) or x.op != "placeholder" or len(dims) != 1:
+        return None
+    others = tuple(_expression(index) for d, index in enumerate(indices) if d != dims[0])
+    return NumberRead(x.name, dims[0], others, of_query=positions[dims[0]] == QUERY)
+
+
+def _expression(x: Any) -> Any:
+    """Returns how a number is computed: of two nodes that compute the same, the same."""
+    if not isinstance(x, fx.Node):
+        return x
+    return x.name if x.op == "placeholder" else (x.target, *map(_expression, x.args), str(x.kwargs))
+
+
+def _seen(fact: Any) -> Seen:
+    return fact if isinstance(fact, Seen) else ANY
 
 
 def _sum(a: Any, b: Any, sign: int = 1) -> Position | None:
@@ -85,7 +157,7 @@ def _absolute(a: Any) -> Distance | None:
     return Distance(a.of_key, a.offset, True) if is_distance else None
 
 
-def _at_most(a: Any, b: Any, less: int = 0) -> Range:
+def _at_most(a: Any, b: Any, less: int = 0) -> Seen:
     """Returns the range in which `a <= b - less`, of whole numbers."""
     if isinstance(a, Distance) and isinstance(b, Position) and not (b.of_query or b.of_key):
         # -limit <= factor * distance + offset <= limit, and the other way round with a factor of -1.
@@ -97,22 +169,28 @@ def _at_most(a: Any, b: Any, less: int = 0) -> Range:
     return _divided(difference.of_key, -math.inf, -less - difference.offset)
 
 
-def _divided(factor: int, least: float, greatest: float) -> Range:
-    return (least, greatest) if factor > 0 else (-greatest, -least)
+def _divided(factor: int, least: float, greatest: float) -> Seen:
+    return Seen(least, greatest) if factor > 0 else Seen(-greatest, -least)
 
 
-def _equal(a: Any, b: Any) -> Range:
+def _equal(a: Any, b: Any) -> Seen:
+    if isinstance(a, NumberRead) and isinstance(b, NumberRead):
+        is_other_side = replace(a, of_query=b.of_query) == b and a.of_query != b.of_query
+        return Seen(equal=((a.tensor, a.dim),)) if is_other_side else ANY
     return _both(_at_most(a, b), _at_most(b, a))
 
 
-def _both(a: Any, b: Any) -> Range:
-    (low, high), (other_low, other_high) = _range(a), _range(b)
-    return max(low, other_low), min(high, other_high)
+def _both(a: Any, b: Any) -> Seen:
+    x, y = _seen(a), _seen(b)
+    return Seen(max(x.least, y.least), min(x.greatest, y.greatest), tuple(dict.fromkeys(x.equal + y.equal)))
 
 
-def _either(a: Any, b: Any) -> Range:
-    (low, high), (other_low, other_high) = _range(a), _range(b)
-    return min(low, other_low), max(high, other_high)
+def _either(a: Any, b: Any) -> Seen:
+    x, y = _seen(a), _seen(b)
+    if x.is_never or y.is_never:
+        return y if x.is_never else x
+    equal = tuple(pair for pair in x.equal if pair in y.equal)
+    return Seen(min(x.least, y.least), max(x.greatest, y.greatest), equal)
 
 
 MEANINGS: dict[Any, Callable[..., Any]] = {
@@ -133,4 +211,4 @@ MEANINGS: dict[Any, Callable[..., Any]] = {
     aten.logical_or: _either,
     aten.__or__: _either,
 }
-"""An operator -> what is known of its result: a number by positions, or the range in which it is true."""
+"""An operator -> what is known of its result: a number by positions, or what it says where it is true."""

@@ -13,6 +13,7 @@ a function for each, and says by which position a dimension of a tensor is read,
     blocks = {'BLOCK_SIZE': (64, 64)}     arguments of create_block_mask, as the mask's blocks were made
     masked_by = (0,)                      the places of the tensors that the mask reads
     window = (3, 0)                       how many keys before and after its own a query reads, if the mask says it
+    numbers = (0, 1)                      the place of the tensor that says documents, and its dimension of positions
 
 NOTE [Positions of a rank]
 A function has two of each position: that in the whole tensor, and that in this rank's part. `slopes[h]` of a rank that
@@ -52,6 +53,8 @@ POSITIONS = ("b", "h", "q", "k")
 CUTTABLE = POSITIONS[:3]
 """The positions along which a rank may have a part: the first dimensions of the queries."""
 NUMBERS = (torch.SymInt, torch.SymFloat)
+FACTS = ("dims", "reads", "mask_reads", "options", "blocks", "masked_by", "window", "numbers")
+"""The names that a text has beside the functions."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,10 @@ class Mods:
         options: `kernel_options` of the call.
         blocks: arguments of create_block_mask, for the blocks of each rank.
         masked_by: the places of the tensors that the mask reads.
-        window: the numbers of keys before and after its own that a query reads; None where the mask has no such bound.
+        window: the numbers of keys before and after its own that a query reads, -1 for all; None where the mask says
+            nothing.
+        numbers: the place of the tensor with numbers of documents, of which a query reads its own, and its dimension of
+            positions; None for one document.
         text: the text.
     """
 
@@ -80,6 +86,7 @@ class Mods:
     blocks: Mapping[str, Any] = field(default_factory=dict)
     masked_by: tuple[int, ...] = ()
     window: tuple[int, int] | None = None
+    numbers: tuple[int, int] | None = None
     text: str = ""
 
     @property
@@ -97,9 +104,11 @@ def mods_of(text: str, device: str = "cpu") -> Mods:
     names: dict[str, Any] = {"torch": torch, "inf": math.inf, "nan": math.nan, "device": lambda *_, **__: device}
     exec(text, names)
     return Mods(
-        score=names["score_mod"], mask=names["mask_mod"], text=text,
-        **{fact: names[fact] for fact in ("dims", "reads", "mask_reads", "options", "blocks", "masked_by", "window")},
-    )  # fmt: skip
+        score=names["score_mod"],
+        mask=names["mask_mod"],
+        text=text,
+        **{fact: names[fact] for fact in FACTS},
+    )
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -153,12 +162,21 @@ def recorded_mods(
         "options": dict(options or {}),
         "blocks": dict(blocks or {}) if mask_mod else {},
         "masked_by": tuple(i for i in range(len(dims)) if f"captured_{i}" in of_mask),
-        "window": window_of(mask_graph),
     }
+    facts |= dict(zip(FACTS[-2:], _window(mask_graph), strict=True))
     lines = [f"{name} = {value!r}" for name, value in facts.items()]
     count = len(captured.values)
     sources = _source(score_graph, "score_mod", count), _source(mask_graph, "mask_mod", count)
     return ModText("\n".join([*sources, *lines, ""]), tuple(captured.values))
+
+
+def _window(graph: fx.Graph) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """Returns the window and the numbers of a mask."""
+    window = window_of(graph)
+    if window is None:
+        return None, None
+    name, dim = window.numbers or ("", 0)
+    return (window.before, window.after), (int(name.rpartition("_")[2]), dim) if name else None
 
 
 def _all_keys(row: Tensor, *_: Tensor) -> Tensor:

@@ -168,7 +168,19 @@ def test_flex_attention_on_ranks_equals_one_device(model: Any, groups: int, layo
     assert layout["tp"] == 1 or "QKV -> attention" in plan
 
 
-@pytest.mark.parametrize(("model", "told"), [(Documents, True), (Alibi, False)], ids=["documents", "slopes"])
+class ByTable(Attention):
+    """A mask that a table of queries and keys says. x: [batch seq 24], documents: [batch seq]"""
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:  # type: ignore[override]
+        table = documents.unsqueeze(2) == documents.unsqueeze(1)
+        mask = create_block_mask(lambda b, h, q, k: table[b, q, k], len(x), None, x.shape[1], x.shape[1], device="cpu")
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.o(flex_attention(q, k, v, block_mask=mask).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("model", "told"), [(ByTable, True), (Documents, False), (Alibi, False)], ids=["table", "documents", "slopes"]
+)
 def test_the_plan_says_of_which_masks_it_does_not_know_what_is_seen(model: Any, told: bool) -> None:
     plan = str(autotp.explain(model(), 1, cp=2, cp_attention="gather", example_inputs=batch()))
     assert ("of 1 the mask is a tensor, so which keys are seen is not known" in plan) == told, plan

@@ -142,6 +142,16 @@ def test_llama_with_flex_attention_equals_one_device(layout: dict[str, Any], pad
     assert report.ok and "needs whole" not in str(report.plan), report
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+@pytest.mark.parametrize("layout", [{"tp": 1, "cp": 2}, {"tp": 2, "cp": 2}], ids=str)
+def test_packed_rows_of_llama_read_the_keys_of_their_documents(layout: dict[str, Any]) -> None:
+    """transformers makes numbers of documents of `position_ids`, where it keeps no cache."""
+    ids, positions = rows(False)["input_ids"].view(1, 18), torch.cat([torch.arange(n) for n in (5, 9, 4)]).view(1, 18)
+    packed = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
+    report = autotp.verify(llama("flex_attention"), cp_attention="gather", example_inputs=packed, **layout)
+    assert report.ok and "2 read the keys and values that queries see" in str(report.plan), report.plan
+
+
 @checks.on(2)
 def llama_learns_and_generates_as_with_sdpa(rank: int, n: int) -> None:
     plain, parallel = llama("sdpa"), autotp.parallelize(llama("flex_attention"), n, example_inputs=rows(True))

@@ -179,7 +179,7 @@ def other_orders(rank: int, n: int) -> None:
     trainer.step(*mine)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 3:
-            patch.setattr("autotp.training.trainer.order_of", lambda graph: 1)
+            patch.setattr("autotp.training.pipeline.microbatch_graphs.order_of", lambda graph: 1)
         with pytest.raises(autotp.Error, match=r"Trainer.evaluate: (.|\n)*cp ranks would communicate in another order"):
             trainer.evaluate(*mine)
     torch.testing.assert_close(trainer.evaluate(*mine), whole(tokens, labels).detach(), **EXACT)
