@@ -156,7 +156,7 @@ def compare(
     Args:
         facts: all ranks have the same keys, unless the facts before them differ.
         problem: why this rank cannot go on.
-        counts: at most eight integers that are summed in the same collective.
+        counts: at most FRAME - 4 integers that are summed in the same collective.
         differ: tells by their sums whether facts are gathered all the same.
         exchange: exchanges texts where there can be no collective: twice if ranks differ. It sums nothing.
 

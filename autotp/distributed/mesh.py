@@ -319,7 +319,7 @@ def follow_first_numpy_state(mesh: Mesh) -> None:
         set_numpy_state(state)
 
 
-FRAME = 12
+FRAME = 13
 """The integers in the first exchange of a call: a mark, the call's checksum, and values."""
 MARK = 0x6175746F << 32
 """The first integer of a frame; other data has another value, with high probability."""
@@ -367,6 +367,7 @@ def sum_ints(values: Sequence[int], mesh: Mesh) -> list[int]:
     call = call_in_progress()
     head = [MARK, zlib.crc32(call.encode()) * weight_of_all(mesh.rank, mesh.size)]
     frame = [*head, *values, *[0] * (FRAME - len(head) - len(values))]
+    assert len(frame) == FRAME, "ranks of different calls would pair sums of different sizes"
     total = torch.tensor([_signed(value) for value in frame], dtype=torch.int64, device=_sends_from(mesh))
     for group in mesh.axes or (mesh.group,):
         total = communicate("all_reduce", total, "sum", group)
