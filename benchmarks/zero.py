@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 benchmarks/zero.py
 
 P, G and O are the bytes of the parameters, of the gradients and of the optimizer's state (two moments); n is the number
-of replicas. The bytes are counted between two microbatches, when gradients exist, and between steps. The formulas do
-not count what is gathered at the moment: at these times no block, but in a step of stage 3 the embeddings and the last
-norm. Source: Rajbhandari et al. 2020, figure 1.
+of replicas. The bytes are counted between two microbatches, when gradients exist, and between steps. In a step of stage
+3 the first block stays whole from backward of a microbatch to forward of the next one: it is in the formula. The
+embeddings and the last norm, which are whole there, too, are not. Source: Rajbhandari et al. 2020, figure 1.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def measured(zero: int, width: int = 64, layers: int = 4) -> dict[str, tuple[flo
     """Returns moment -> bytes measured and by the formula, both divided by the bytes of the parameters."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, vocab_size=128, n_layer=layers, n_head=4, n_embd=width, dropout=0.0))
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    size, block = (sum(p.numel() * p.element_size() for p in part.parameters()) for part in (model, model.h[0]))
     rows = torch.arange(32).view(4, 8) + int(os.environ["RANK"])  # Each replica has its own rows.
     n = int(os.environ["WORLD_SIZE"])
     base = held() - size
@@ -81,7 +81,8 @@ def measured(zero: int, width: int = 64, layers: int = 4) -> dict[str, tuple[flo
     share = 1 / n
     p, g, o = (1 if zero < 3 else share), (1 if zero < 2 else share), 2 * (1 if zero < 1 else share)
     rest = (1 if zero < 1 else share) + o
-    within = {1: share, 2: share}.get(zero, 0)  # The parts from which the whole parameters were gathered.
+    # The parts from which the whole parameters were gathered, or the block that stays.
+    within = {1: share, 2: share, 3: block / size}.get(zero, 0)
     return {
         "in a step": ((found[-1] - base) / size, p + g + o + within),
         "between steps": ((at_rest - base) / size, rest),

@@ -117,7 +117,7 @@ def test_latency_is_a_part_of_what_a_link_takes() -> None:
     link = overlap.Link()
     link.reset(0.001, latency=0.5)
     start = time.perf_counter()
-    assert link.carry(1000) - start >= 1.5 and link.carry(0) - start >= 2
+    assert link.carry("sum", 1000) - start >= 1.5 and link.carry("sum", 0) - start >= 2
 
 
 def test_hidden() -> None:

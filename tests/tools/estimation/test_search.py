@@ -114,12 +114,17 @@ def test_large_micro_batches_and_all_stages_of_zero_are_tried() -> None:
 
 
 def test_only_layouts_that_are_far_from_fitting_have_no_price() -> None:
+    """And budgets of those that fit without one."""
     layouts = Layouts(gpt(), hardware_of(SMALL_DEVICE), AUTOTP, torch.bfloat16, None, None)
     found, tried = search_module._priced_roughly(layouts, 8, 32)
     legal = list(layouts.legal(8, 32))
     priced = {layout for layout, _ in found}
     assert tried == len(legal) > len(priced)
-    assert all(layouts.rough(x).memory > search_module.FAR * layouts.limit(x) for x in legal if x not in priced)
+    without_price = [x for x in legal if x not in priced]
+    budgets = [x for x in without_price if layouts.rough(x).memory <= search_module.FAR * layouts.limit(x)]
+    assert 0 < len(budgets) < len(without_price) and all(x.memory is not None for x in budgets)
+    unbudgeted = [replace(x, memory=None) for x in budgets]
+    assert all(layouts.rough(x).memory * search_module.FAR <= layouts.limit(x) and x in priced for x in unbudgeted)
 
 
 def test_a_budget_makes_layouts_fit(found: autotp.Search) -> None:
