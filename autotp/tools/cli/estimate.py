@@ -109,6 +109,7 @@ def proof_data(est: Estimate, proof: Report) -> dict[str, Any]:
 
 
 @with_model("dtype", "evaluation")
+@with_options_of(search)
 def search_command(
     gpus: Annotated[int, typer.Option("--gpus", help="The number of devices")],
     gpu: Gpu,
@@ -129,6 +130,7 @@ def search_command(
     debug: Debug = False,
     *,
     argument: ModelArgument,
+    chosen: dict[str, Any],
 ) -> None:
     """Prints the fastest layouts on a number of devices that fit, and why the obvious ones lost.
 
@@ -145,7 +147,7 @@ def search_command(
     expect_room(made, min(device.memory, tensor_limit), gpus)
     result = search(
         made, gpus=gpus, gpu=gpu, batch=batch, memory=budget, dtype=dtype_named(dtype), compiled=compiled,
-        sequence=sequence, example_inputs=argument.example_inputs(),
+        sequence=sequence, example_inputs=argument.example_inputs(), **chosen,
     )  # fmt: skip
     if html is not None:
         save_page(result, html)

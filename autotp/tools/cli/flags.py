@@ -81,11 +81,18 @@ def repeat_flags(args: Sequence[str]) -> list[str]:
 def with_options_of(function: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command a flag for each field of Options that `function` takes; their values come as `chosen`.
 
+    A flag that the command has itself stays as it is.
+
     Args:
         function: a public function, such as `autotp.verify`.
     """
-    flags = [_flag(name) for name in vars(DEFAULTS) if name in signature(function).parameters]
-    return lambda command: _instead_of("chosen", command, flags, _chosen)
+    names = [name for name in vars(DEFAULTS) if name in signature(function).parameters]
+
+    def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+        own = signature(command).parameters
+        return _instead_of("chosen", command, [_flag(name) for name in names if name not in own], _chosen)
+
+    return with_flags
 
 
 def with_model(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

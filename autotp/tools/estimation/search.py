@@ -25,7 +25,7 @@ from autotp.display.sheet import Sheet, Shown, Table
 from autotp.errors import Error, within
 from autotp.ops.eager_mode import uncollected
 from autotp.ops.experts.rows import dispatch
-from autotp.options import Memory, Recompute, memory_limit
+from autotp.options import Memory, Options, Recompute, memory_limit
 from autotp.passes.plan.experts.experts import experts
 from autotp.passes.plan.infer_axes import infer_axes
 from autotp.tools.estimation.closed_form import ClosedForms
@@ -145,6 +145,8 @@ def search(
     compiled: bool = False,
     sequence: int | None = None,
     example_inputs: Any = None,
+    state_bytes: float | None = None,
+    capacity: float | None = None,
 ) -> Search:
     """Returns the fastest layouts of a training step of `model` on `gpus` devices, by `estimate`.
 
@@ -157,7 +159,7 @@ def search(
     memory. Graphs are counted here; `estimate` and `distribute` check their types, too.
 
     Args:
-        model, gpu, batch, dtype, compiled, sequence, example_inputs: as for `estimate`.
+        model, gpu, batch, dtype, compiled, sequence, example_inputs, state_bytes, capacity: as for `estimate`.
         gpus: the number of devices.
         memory: "auto": a layout fits where `estimate` says so, with libraries, NCCL's buffers and the allocator's part.
             Or less: a part of a device's memory (0.5, "50%") or bytes ("20GiB"), which tensors may take at most.
@@ -175,11 +177,12 @@ def search(
 
     def run() -> Search:
         expect_arguments(search, gpu=gpu, dtype=dtype, compiled=compiled, sequence=sequence)
-        # Raises for a wrong batch or dtype before the model is captured, which takes seconds.
-        StepLayout(batch=batch, dtype=dtype)
+        Options(state_bytes=state_bytes, capacity=capacity)
+        # All that is wrong raises before the model is captured, which takes seconds.
         device, tensor_limit = expect_search(gpus, gpu, batch, memory)
         practice = COMPILED if compiled else AUTOTP
-        layouts = Layouts(model, device, practice, dtype, sequence, example_inputs, tensor_limit)
+        fixed = StepLayout(batch=batch, dtype=dtype, state_bytes=state_bytes, capacity=capacity)
+        layouts = Layouts(model, device, practice, fixed, sequence, example_inputs, tensor_limit)
         with uncollected():
             return _searched(layouts, gpus, batch)
 
@@ -220,14 +223,15 @@ class Layouts:
     """A model, captured for each number of tensor-parallel and context-parallel ranks when it is first needed.
 
     Args:
+        fixed: what all layouts have, on one device.
         tensor_limit: the bytes that the user lets tensors take.
     """
 
     def __init__(
-        self, model: nn.Module, device: Hardware, practice: Practice, dtype: torch.dtype | None, sequence: int | None,
+        self, model: nn.Module, device: Hardware, practice: Practice, fixed: StepLayout, sequence: int | None,
         example_inputs: Any, tensor_limit: float = math.inf,
     ) -> None:  # fmt: skip
-        self.device, self.tensor_limit, self.dtype = device, tensor_limit, dtype
+        self.device, self.tensor_limit, self.fixed = device, tensor_limit, fixed
         self._rough: dict[tuple[StepLayout, ClosedForms], Rough] = {}
         self._practice, self._call = practice, estimated_call(model, sequence, example_inputs)
         self._prices: dict[tuple[int, int, int, Recompute, bool], Prices] = {}
@@ -285,9 +289,7 @@ class Layouts:
     def _lowered(self, tp: int, cp: int, ep: int) -> Lowered:
         """Returns the model for numbers of ranks. Its types are not checked: `estimate` and `distribute` check them."""
         pp, sequence_parallel = 1 + self.pipelines, tp > 1
-        layout = StepLayout(
-            batch=ep, tp=tp, cp=cp, pp=pp, dp=ep, ep=ep, sequence_parallel=sequence_parallel, dtype=self.dtype
-        )
+        layout = replace(self.fixed, batch=ep, tp=tp, cp=cp, pp=pp, dp=ep, ep=ep, sequence_parallel=sequence_parallel)
         try:
             return lowered_for(self._call, layout, checked=False)
         except Error:
@@ -415,9 +417,9 @@ class Layouts:
                 budgets = self.budgets((tp, cp, dp, pp))
                 choices = itertools.product(self.expert_ranks(dp), ways, _stages(dp, pp), budgets)
                 for ep, (schedule, interleave), zero, memory in choices:
-                    layout = StepLayout(
-                        batch=batch, tp=tp, cp=cp, pp=pp, dp=dp, ep=ep, micro_batch=1, schedule=schedule,
-                        interleave=interleave, zero=zero, memory=memory, sequence_parallel=tp > 1, dtype=self.dtype,
+                    layout = replace(
+                        self.fixed, batch=batch, tp=tp, cp=cp, pp=pp, dp=dp, ep=ep, micro_batch=1, schedule=schedule,
+                        interleave=interleave, zero=zero, memory=memory, sequence_parallel=tp > 1,
                     )  # fmt: skip
                     for micro in micro_batches if _cuts_experts(layout) else ():
                         if (schedule, interleave) in _schedules(pp, blocks, batch // dp // micro):

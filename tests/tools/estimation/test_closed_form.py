@@ -40,7 +40,7 @@ def test_a_closed_form_is_priced_near_the_played_schedule(prices: Prices, given:
 def test_a_price_without_a_graph_is_low(tp: int, cp: int) -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(block_size=2048, vocab_size=8192, n_layer=4, n_head=16, n_embd=2048, dropout=0.0))
-    layouts = Layouts(model, KINDS["a100-80gb"], AUTOTP, BF16, None, None)
+    layouts = Layouts(model, KINDS["a100-80gb"], AUTOTP, StepLayout(batch=1, dtype=BF16), None, None)
     base = StepLayout(batch=4, tp=tp, cp=cp, dtype=BF16, sequence_parallel=tp > 1)
     by_rows = {rows: replace(base, batch=rows, micro_batch=rows) for rows in (1, 4)}
     low = {rows: layouts.rough(layout) for rows, layout in by_rows.items()}

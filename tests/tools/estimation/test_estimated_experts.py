@@ -133,6 +133,16 @@ def test_slots_of_a_capacity_are_counted_as_they_travel() -> None:
     assert "capacity=1.25" in str(est.layout) and "capacity=1.25" in python_line(est.layout)
 
 
+def test_search_counts_slots_of_a_capacity() -> None:
+    """All layouts that it tries have it, also those whose experts are cut over replicas."""
+    rows = {"x": torch.ones(2 * ROWS, HIDDEN, device="meta"), "y": torch.ones(2 * ROWS, HIDDEN, device="meta")}
+    with torch.device("meta"):
+        model = Layers()
+    result = autotp.search(model, gpus=2, gpu="a100-80gb", batch=8 * ROWS, example_inputs=rows, capacity=1.25)
+    assert all(est.layout.capacity == 1.25 for est in result.best)
+    assert "capacity=1.25" in python_line(result.best[0].layout) and {est.layout.ep for est in result.best} > {1}
+
+
 def test_experts_are_divided_and_all_else_is_not() -> None:
     whole, cut = estimated(width=1000, dp=4), estimated(width=1000, dp=4, ep=4)
     experts = 4 * (2 * 8 * 1000 + 1000 + 8) * 4  # Bytes: both matrices and biases of four experts, in float32.

@@ -27,6 +27,7 @@ from autotp.tools.estimation.start_lines import python_line, torchrun_line
 from autotp.training.pipeline.schedule_actions import actions_of
 from autotp.training.pipeline.schedules import engine_of
 
+IN_BFLOAT16 = StepLayout(batch=1, dtype=torch.bfloat16)
 SMALL_DEVICE = "312TF 2TB/s 8.5GiB node=4x300GB/s net=25GB/s"
 
 
@@ -93,7 +94,7 @@ def test_obvious_layouts_say_why_they_lost(found: autotp.Search) -> None:
 def test_a_layout_that_does_not_fit_says_on_which_rank(found: autotp.Search) -> None:
     best, gib = found.best[0], 2**30
     full = replace(best, memory=(RankMemory(weights=2 * gib), RankMemory(weights=6 * gib)))
-    layouts = Layouts(gpt(), best.device, AUTOTP, torch.bfloat16, None, None, 5 * gib)
+    layouts = Layouts(gpt(), best.device, AUTOTP, IN_BFLOAT16, None, None, 5 * gib)
     assert search_module._why(full, best, layouts) == "does not fit: 6 of 5 GiB on pipeline rank 1"
 
 
@@ -107,7 +108,7 @@ def test_large_micro_batches_and_all_stages_of_zero_are_tried() -> None:
         model = GPT(GPTConfig(block_size=32, vocab_size=512, n_layer=2, n_head=4, n_embd=128))
     found = searched(model, gpus=2, batch=64, memory=0.5)
     assert found.best[0].layout.micro_batch == 32  # The products of a few rows are small.
-    layouts = Layouts(model, hardware_of(SMALL_DEVICE), AUTOTP, torch.bfloat16, None, None)
+    layouts = Layouts(model, hardware_of(SMALL_DEVICE), AUTOTP, IN_BFLOAT16, None, None)
     legal = list(layouts.legal(4, 128))
     assert {x.zero for x in legal if x.pp == 1 and x.dp > 1} == {0, 1, 2, 3}
     assert len(set(legal)) == len(legal)
@@ -115,7 +116,7 @@ def test_large_micro_batches_and_all_stages_of_zero_are_tried() -> None:
 
 def test_only_layouts_that_are_far_from_fitting_have_no_price() -> None:
     """And budgets of those that fit without one."""
-    layouts = Layouts(gpt(), hardware_of(SMALL_DEVICE), AUTOTP, torch.bfloat16, None, None)
+    layouts = Layouts(gpt(), hardware_of(SMALL_DEVICE), AUTOTP, IN_BFLOAT16, None, None)
     found, tried = search_module._priced_roughly(layouts, 8, 32)
     legal = list(layouts.legal(8, 32))
     priced = {layout for layout, _ in found}
@@ -137,6 +138,21 @@ def test_a_budget_makes_layouts_fit(found: autotp.Search) -> None:
         assert not autotp.estimate(gpt(), gpu=SMALL_DEVICE, **options).fits
         full = autotp.estimate(gpt(), gpu=SMALL_DEVICE, **options | {"recompute": "full"})
         assert est.seconds < full.seconds and 'memory="auto"' in python_line(est.layout)
+
+
+def test_states_of_another_optimizer_leave_more_room(found: autotp.Search) -> None:
+    """What `estimate` counts for them, search counts; and its line for `distribute` has them."""
+    small = searched(state_bytes=2.03)
+    assert small.best[0].layout.state_bytes == 2.03 and "state_bytes=2.03" in python_line(small.best[0].layout)
+    assert small.best[0].seconds < found.best[0].seconds
+    layout = vars(small.best[0].layout)
+    est = autotp.estimate(gpt(), gpu=SMALL_DEVICE, **layout)
+    assert est.fullest.total == small.best[0].fullest.total
+    adamw = autotp.estimate(gpt(), gpu=SMALL_DEVICE, **layout | {"state_bytes": None})
+    assert est.fullest.optimizer == pytest.approx(adamw.fullest.optimizer * 2.03 / 8)
+    assert est.fullest.activations > adamw.fullest.activations  # The budget takes the room.
+    for wrong in ({"state_bytes": -1}, {"capacity": 0}):
+        assert next(iter(wrong)) in message(searched, **wrong)
 
 
 def test_memory_is_a_part_or_bytes(found: autotp.Search) -> None:
@@ -259,7 +275,7 @@ def test_shared_passes_and_sizes_change_no_number(found: autotp.Search, monkeypa
 @pytest.mark.parametrize("schedule", ["zero-bubble", "zero-bubble-v"])
 def test_schedules_in_two_halves_are_tried(schedule: str) -> None:
     """Their prices are those of `estimate`, which lowers them without the pass `overlap`."""
-    layouts = Layouts(gpt(), hardware_of(SMALL_DEVICE), AUTOTP, torch.bfloat16, None, None)
+    layouts = Layouts(gpt(), hardware_of(SMALL_DEVICE), AUTOTP, IN_BFLOAT16, None, None)
     layout = next(x for x in layouts.legal(8, 32) if (x.schedule, x.tp, x.pp) == (schedule, 2, 2))
     assert layouts.price(layout).seconds == pytest.approx(
         autotp.estimate(gpt(), gpu=SMALL_DEVICE, **vars(layout)).seconds
