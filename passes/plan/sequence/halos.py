@@ -29,7 +29,7 @@ from autotp.passes.plan.sequence.separate_keys import viewed, with_operands
 from autotp.rules.call import arguments_of, call_of, elements_of, nbytes_of
 from autotp.rules.row import Reach
 from autotp.rules.traits import reach_of
-from autotp.sharding.axis import Axis, find
+from autotp.sharding.axis import Axis, Size, find
 from autotp.sharding.placement import Shard
 
 KEYS = (1, 2)
@@ -145,10 +145,11 @@ class _Halos:
             ends = arguments_of(node).get(reach.ends)
             return ends and self.builder.env[ends]
         operands, (place, dim) = self.axes.bound[node].operands, reach.numbers
-        tokens = self.builder.size(self.builder.env[operands[0]], reach.sequence)
-        key = self.builder.env[operands[place]], dim, tokens
+        query, numbers = self.builder.env[operands[0]], self.builder.env[operands[place]]
+        key = numbers, dim, Size.of(query.meta["val"].shape[reach.sequence])
         if key not in self.ends:
-            self.ends[key] = self.builder.call(ends_of_numbers, *key)
+            tokens = self.builder.size(query, reach.sequence)
+            self.ends[key] = self.builder.call(ends_of_numbers, numbers, dim, tokens)
             visit(self.ends[key], self.new_axes)
         return self.ends[key]
 

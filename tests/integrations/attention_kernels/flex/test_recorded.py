@@ -14,7 +14,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
+from autotp.compiler import analyse
 from autotp.integrations.attention_kernels.flex.recorded import flex_without_kernels
+from autotp.ops.attention.documents import ends_of_numbers
+from autotp.options import Options
+from autotp.passes.capture.skeleton import skeleton_of
 
 checks = Checks()
 
@@ -145,11 +149,14 @@ def test_llama_with_flex_attention_equals_one_device(layout: dict[str, Any], pad
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 @pytest.mark.parametrize("layout", [{"tp": 1, "cp": 2}, {"tp": 2, "cp": 2}], ids=str)
 def test_packed_rows_of_llama_read_the_keys_of_their_documents(layout: dict[str, Any]) -> None:
-    """transformers makes numbers of documents of `position_ids`, where it keeps no cache."""
+    """transformers makes numbers of documents of `position_ids`, where it keeps no cache. Layers share the ends."""
     ids, positions = rows(False)["input_ids"].view(1, 18), torch.cat([torch.arange(n) for n in (5, 9, 4)]).view(1, 18)
     packed = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
     report = autotp.verify(llama("flex_attention"), cp_attention="gather", example_inputs=packed, **layout)
     assert report.ok and "2 read the keys and values that queries see" in str(report.plan), report.plan
+    tp, options = layout["tp"], Options(cp=2, cp_attention="gather")
+    graph = analyse(skeleton_of(llama("flex_attention")), (), packed, tp, options).graph
+    assert len(list(graph.find_nodes(op="call_function", target=ends_of_numbers))) == 1
 
 
 @checks.on(2)
