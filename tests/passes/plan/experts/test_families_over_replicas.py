@@ -26,6 +26,10 @@ transformers: Any = pytest.importorskip("transformers")
 checks = Checks(timeout=280, fresh=True)  # torch caches device meshes with the groups of the run before.
 CLOSE = {"rtol": 0, "atol": 1e-7}
 """Norms, routers and losses of transformers compute in float32; `test_experts_over_replicas.py` has 1e-10."""
+OF_LOSS = {"rtol": 2**-21, "atol": 0}
+"""A loss is a number of float32, a sum over up to eight parts: four units in its last place."""
+AFTER_STEPS = {"rtol": 0, "atol": 1e-6}
+"""AdamW divides a gradient by at least its `eps` of 1e-4, times 0.01: the round-off of float32 in it a hundred times."""
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "use_cache": False, "pad_token_id": 0,
@@ -150,6 +154,7 @@ def steps_of_one_device(whole: Any) -> list[Step]:
 def expect_steps(name: str, model: Any, steps: list[Step], after: dict[str, Tensor], layout: dict[str, int]) -> None:
     """Loss, gradients, norm and evaluation of each step; at last parameters and buffers."""
     example = {key: x[: 8 // layout["dp"] // layout["pp"]] for key, x in rows(0).items()}
+    torch.manual_seed(0)  # Replicas of the trainer before have seeds of their own.
     trainer = autotp.distribute(copy.deepcopy(model), microbatches=layout["pp"], example_inputs=example, **layout)
     optimizer, replica = torch.optim.AdamW(trainer.parameters(), lr=0.01, eps=1e-4), trainer.mesh["dp"].get_local_rank()
     text = " ".join(f"{axis}={size}" for axis, size in layout.items())
@@ -157,7 +162,7 @@ def expect_steps(name: str, model: Any, steps: list[Step], after: dict[str, Tens
         batch = {key: x.chunk(layout["dp"])[replica] for key, x in rows(2 * number).items()}
         optimizer.zero_grad()
         where = f"{name}, {text}, step {number}: {{}}"
-        assert_values_close(trainer.step(**batch), step.loss, **CLOSE, msg=f"loss of {where}".format)
+        assert_values_close(trainer.step(**batch), step.loss, **OF_LOSS, msg=f"loss of {where}".format)
         for key, parameter in trainer.named_parameters():
             grad: Any = parameter.grad
             assert (grad is None) == (step.gradients[key] is None), f"{key} of {where}"
@@ -166,10 +171,10 @@ def expect_steps(name: str, model: Any, steps: list[Step], after: dict[str, Tens
                 assert_values_close(whole_grad, step.gradients[key], **CLOSE, msg=f"{key} of {where}".format)
         assert_values_close(autotp.clip_grad_norm_(trainer, 0.5), step.norm, **CLOSE, msg=f"norm of {where}".format)
         optimizer.step()
-        assert_values_close(trainer.evaluate(**batch), step.evaluated, **CLOSE, msg=f"evaluation of {where}".format)
+        assert_values_close(trainer.evaluate(**batch), step.evaluated, **OF_LOSS, msg=f"evaluation of {where}".format)
     state = autotp.full_state_dict(trainer)
     for key, tensor in after.items() if not torch.distributed.get_rank() else ():
-        assert_values_close(state[key], tensor, **CLOSE, msg=f"{key} of {name}, {text}: {{}}".format)
+        assert_values_close(state[key], tensor, **AFTER_STEPS, msg=f"{key} of {name}, {text}: {{}}".format)
 
 
 def in_all_layouts(name: str, ranks: int) -> None:
