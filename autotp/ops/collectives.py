@@ -408,9 +408,9 @@ def _sent(x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor
     as_bytes = x.dtype in _AS_BYTES or x.is_complex()
     unit = x.dtype.itemsize if as_bytes else 1
     counts = [n * unit for n in received], [n * unit for n in sent]
-    return communicate("all_to_all_single", _in_bytes(x.view(-1)) if as_bytes else x.view(-1), *counts, group).view(
-        x.dtype
-    )
+    flat = x.reshape(-1)  # Of compiled code the result of `cat` may have other strides.
+    arrived = communicate("all_to_all_single", _in_bytes(flat) if as_bytes else flat, *counts, group)
+    return arrived.view(x.dtype)
 
 
 def _exchange_back(x: Tensor, group: str, dim: int, where: Exchange, *_: Any) -> Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 
 from autotp.errors import Error
 from autotp.ops.async_linear import async_linear, separate_products
+from autotp.ops.collectives import halo
 from autotp.passes.emit.async_tensor_parallel import (
     BlockFusion,
     FusedPairs,
@@ -99,10 +100,13 @@ def compile_blocks(module: nn.Module, options: Mapping[str, Any], fused: FusedPa
         fused: counts what torch fuses for async tensor parallelism; None: it is not asked to.
 
     Raises:
-        Error: torch shall fuse collectives with products, and no block has any that it fuses.
+        Error: torch shall fuse collectives with products, and no block has any that it fuses; or Inductor shall compile
+            a block that reads halos.
     """
     if fused is not None:
         _expect_collectives(module)
+    if options.get("backend", "inductor") == "inductor":
+        _expect_no_halos(module)
     made: dict[nn.Module, nn.Module] = {}
     for name, part in list(module._modules.items()):  # Also a graph that is there under two names.
         assert part is not None
@@ -114,6 +118,21 @@ def compile_blocks(module: nn.Module, options: Mapping[str, Any], fused: FusedPa
             part.work = made[work]
         else:
             setattr(module, name, made[work])
+
+
+def _expect_no_halos(module: nn.Module) -> None:
+    """Raises Error for a block that reads keys of other ranks. Of Inductor's backward, ranks wait for each other.
+
+    Each rank reads other numbers of keys, so Inductor orders the collectives of each rank's code otherwise.
+    """
+    blocks = [part for part in module.modules() if isinstance(part, fx.GraphModule) and part is not module]
+    if any(block.graph.find_nodes(op="call_function", target=halo) for block in blocks):
+        raise Error(
+            "compile_blocks() would have ranks of cp wait for each other: they read the keys that their queries see, "
+            "and torch's Inductor orders the collectives of each rank otherwise",
+            fix='compile_blocks(backend="aot_eager")',
+            alternative='cp_attention="heads", with which all ranks send alike',
+        )
 
 
 def _expect_collectives(module: nn.Module) -> None:

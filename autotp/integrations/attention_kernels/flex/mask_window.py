@@ -157,16 +157,20 @@ def _absolute(a: Any) -> Distance | None:
     return Distance(a.of_key, a.offset, True) if is_distance else None
 
 
-def _at_most(a: Any, b: Any, less: int = 0) -> Seen:
-    """Returns the range in which `a <= b - less`, of whole numbers."""
+def _at_most(a: Any, b: Any, less: bool = False) -> Seen:
+    """Returns the range in which `a <= b`, or with `less` `a < b`."""
     if isinstance(a, Distance) and isinstance(b, Position) and not (b.of_query or b.of_key):
         # -limit <= factor * distance + offset <= limit, and the other way round with a factor of -1.
-        limit = b.offset - less
-        return _divided(a.factor, -limit - a.offset, limit - a.offset)
+        return _divided(a.factor, -_limit(b.offset + a.offset, less), _limit(b.offset - a.offset, less))
     difference = _sum(a, b, -1)
     if difference is None or difference.of_query != -difference.of_key or abs(difference.of_key) != 1:
         return ANY
-    return _divided(difference.of_key, -math.inf, -less - difference.offset)
+    return _divided(difference.of_key, -math.inf, _limit(-difference.offset, less))
+
+
+def _limit(x: float, less: bool) -> float:
+    """Returns the greatest whole number that is at most `x`, or less than `x`."""
+    return x if math.isinf(x) else math.ceil(x) - 1 if less else math.floor(x)
 
 
 def _divided(factor: int, least: float, greatest: float) -> Seen:
@@ -200,9 +204,9 @@ MEANINGS: dict[Any, Callable[..., Any]] = {
     aten.neg: lambda a: _sum(Position(0, 0, 0), a, -1),
     aten.abs: _absolute,
     aten.le: _at_most,
-    aten.lt: lambda a, b: _at_most(a, b, 1),
+    aten.lt: lambda a, b: _at_most(a, b, less=True),
     aten.ge: lambda a, b: _at_most(b, a),
-    aten.gt: lambda a, b: _at_most(b, a, 1),
+    aten.gt: lambda a, b: _at_most(b, a, less=True),
     aten.eq: _equal,
     aten.bitwise_and: _both,
     aten.logical_and: _both,

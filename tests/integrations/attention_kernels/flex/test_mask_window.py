@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from errors import message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Checks
@@ -56,6 +57,12 @@ MASKS: dict[str, tuple[Mask, tuple[int, int] | None]] = {
     "causal window": (and_masks(causal, lambda b, h, q, k: q - k < 3), (2, 0)),
     "window of numbers alone": (lambda b, h, q, k: (q - k <= 2) & (q - k > -1), (2, 0)),
     "positions with an offset": (lambda b, h, q, k: ((q + 5) - k <= 7) & (k - 1 < q), (2, 0)),
+    "less than a part of a number": (lambda b, h, q, k: (q - k < 2.5) & (k - q < 1.5), (2, 1)),
+    "parts of numbers": (lambda b, h, q, k: (q + 0.5 - k < 3) & (k <= q + 1.5), (2, 1)),
+    "absolute, part of a number": (lambda b, h, q, k: (q - k).abs() < 2.5, (2, 2)),
+    "absolute, at most a part": (lambda b, h, q, k: (q - k).abs() <= 2.5, (2, 2)),
+    "more than parts of numbers": (lambda b, h, q, k: (k > q - 2.5) & (q > k - 1), (2, 0)),
+    "at most all": (lambda b, h, q, k: (q - k < float("inf")) & (q - k <= 3) & (k <= q), (3, 0)),
     "the same key": (lambda b, h, q, k: q == k, (0, 0)),
     "only later keys": (lambda b, h, q, k: (k - q >= 1) & (k - q <= 3), (0, 3)),
     "documents and a window": (and_masks(same_document, within(2, 1)), (2, 1)),
@@ -244,6 +251,35 @@ def documents_get_the_keys_that_they_see(rank: int, n: int) -> None:
                 keys += start - max(begin, 0 if before is None else start - before, 0) if stop > start else 0
             assert sent == 2 * keys * 2 * 6, (before, length)  # Keys and values of 2 rows, of 6 numbers each.
         assert len(executable_of(parallel).graphs.entries) <= 3
+
+
+class TwoLayers(nn.Module):
+    """Two layers within documents, of the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList([InDocuments(), InDocuments()])
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        for layer in self.h:
+            x = x + layer(x, documents)
+        return x
+
+
+@checks.on(2)
+def compiled_blocks_get_all_keys_that_a_document_may_have(rank: int, n: int) -> None:
+    plain = TwoLayers().double()
+    first, *others = (numbers_of(LENGTHS[name]) for name in ("thirteen tokens", "documents of one token"))
+    parallel = autotp.parallelize(
+        copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=(inputs(13), first)
+    )
+    assert "they read the keys that their queries see" in message(parallel.compile_blocks)
+    parallel.compile_blocks(backend="aot_eager")
+    for numbers in (first, *others):
+        x = inputs(numbers.shape[1])
+        with flex_without_kernels():
+            expected = plain(x, numbers)
+        expect_same_gradients(plain, parallel, [expected, parallel(x, numbers)])
 
 
 @checks.on(2, 4)

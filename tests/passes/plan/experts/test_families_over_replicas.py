@@ -29,7 +29,7 @@ CLOSE = {"rtol": 0, "atol": 1e-7}
 OF_LOSS = {"rtol": 2**-21, "atol": 0}
 """A loss is a number of float32, a sum over up to eight parts: four units in its last place."""
 AFTER_STEPS = {"rtol": 0, "atol": 1e-6}
-"""AdamW divides a gradient by at least its `eps` of 1e-4, times 0.01: the round-off of float32 in it a hundred times."""
+"""AdamW divides a gradient by at least its `eps` of 1e-4, times 0.01: float32's round-off in it a hundred times."""
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "use_cache": False, "pad_token_id": 0,
