@@ -121,15 +121,15 @@ def compile_blocks(module: nn.Module, options: Mapping[str, Any], fused: FusedPa
 
 
 def _expect_no_halos(module: nn.Module) -> None:
-    """Raises Error for a block that reads keys of other ranks. Of Inductor's backward, ranks wait for each other.
+    """Raises Error for a block that reads keys of other ranks: in backward of its compiled code ranks would hang.
 
-    Each rank reads other numbers of keys, so Inductor orders the collectives of each rank's code otherwise.
+    Ranks read different numbers of keys, and Inductor orders collectives by what they send: on each rank differently.
     """
     blocks = [part for part in module.modules() if isinstance(part, fx.GraphModule) and part is not module]
     if any(block.graph.find_nodes(op="call_function", target=halo) for block in blocks):
         raise Error(
-            "compile_blocks() would have ranks of cp wait for each other: they read the keys that their queries see, "
-            "and torch's Inductor orders the collectives of each rank otherwise",
+            "compile_blocks() would make the ranks of cp wait for each other forever: each reads the keys that its "
+            "queries see, and torch's Inductor puts the collectives in another order on each rank",
             fix='compile_blocks(backend="aot_eager")',
             alternative='cp_attention="heads", with which all ranks send alike',
         )

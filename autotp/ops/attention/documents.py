@@ -124,8 +124,8 @@ def stop_of_keys(size: int, stop: int, after: int, ends: Sequence[int] | None) -
 def ends_of_numbers(numbers: Tensor, dim: int, tokens: int) -> Tensor:
     """Returns where documents begin and end whose tokens have numbers: a query reads the keys of its own number only.
 
-    A document ends before a position if no number is on both sides of it, in no row. Each position has the begin of its
-    document, so that no size depends on values: numbers [4 4 7 7 7] give ends [0 0 2 2 2 5].
+    A document ends before a position if in no row a number is on both sides of it. The result has for each position
+    where its document begins, so that no size depends on values: numbers [4 4 7 7 7] give [0 0 2 2 2 5].
 
     Args:
         numbers: of each token, [... tokens ...]; others may come after them.

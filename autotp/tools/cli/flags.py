@@ -89,8 +89,8 @@ def with_options_of(function: Callable[..., Any]) -> Callable[[Callable[..., Non
     names = [name for name in vars(DEFAULTS) if name in signature(function).parameters]
 
     def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-        own = signature(command).parameters
-        return _instead_of("chosen", command, [_flag(name) for name in names if name not in own], _chosen)
+        flags_of_command = signature(command).parameters
+        return _instead_of("chosen", command, [_flag(name) for name in names if name not in flags_of_command], _chosen)
 
     return with_flags
 

@@ -50,36 +50,36 @@ class NumberRead:
     Attributes:
         tensor: the name of the tensor.
         dim: the dimension of that position.
-        others: the places in the other dimensions.
+        other_indices: how the places in the other dimensions are computed.
         of_query: whether it is the query's position.
     """
 
     tensor: str
     dim: int
-    others: tuple[Any, ...]
+    other_indices: tuple[Any, ...]
     of_query: bool
 
 
-class Seen(NamedTuple):
+class MaskFacts(NamedTuple):
     """What a mask that is true says.
 
     Attributes:
-        least, greatest: of `k - q`.
+        smallest, greatest: of `k - q`.
         equal: pairs of a tensor and a dimension, whose numbers are equal at the query's position and at the key's.
     """
 
-    least: float = -math.inf
+    smallest: float = -math.inf
     greatest: float = math.inf
     equal: tuple[tuple[str, int], ...] = ()
 
     @property
     def is_never(self) -> bool:
         """True if no mask is true."""
-        return self.least > self.greatest
+        return self.smallest > self.greatest
 
 
-ANY = Seen()
-NEVER = Seen(math.inf, -math.inf)
+ANY = MaskFacts()
+NEVER = MaskFacts(math.inf, -math.inf)
 
 
 class MaskWindow(NamedTuple):
@@ -102,11 +102,13 @@ def window_of(graph: fx.Graph) -> MaskWindow | None:
         if node.op == "placeholder":
             facts[node] = {"q": QUERY, "k": KEY}.get(node.name)
         elif node.op == "output":
-            seen = _seen(facts.get(node.args[0]))
-            before, after = (max(0, math.floor(x)) if math.isfinite(x) else -1 for x in (-seen.least, seen.greatest))
-            numbers = next(iter(seen.equal), None)
+            mask_facts = _mask_facts(facts.get(node.args[0]))
+            before, after = (
+                max(0, math.floor(x)) if math.isfinite(x) else -1 for x in (-mask_facts.smallest, mask_facts.greatest)
+            )
+            numbers = next(iter(mask_facts.equal), None)
             is_bounded = numbers is not None or min(before, after) >= 0
-            return MaskWindow(before, after, numbers) if is_bounded and not seen.is_never else None
+            return MaskWindow(before, after, numbers) if is_bounded and not mask_facts.is_never else None
         else:
             packet = getattr(node.target, "overloadpacket", None)
             meaning = MEANINGS.get(packet)
@@ -130,8 +132,8 @@ def _number_read(facts: Mapping[fx.Node, Any], x: Any, indices: Any) -> NumberRe
     dims = [d for d, position in enumerate(positions) if position in (QUERY, KEY)]
     if not isinstance(x, fx.Node) or x.op != "placeholder" or len(dims) != 1:
         return None
-    others = tuple(_expression(index) for d, index in enumerate(indices) if d != dims[0])
-    return NumberRead(x.name, dims[0], others, of_query=positions[dims[0]] == QUERY)
+    other_indices = tuple(_expression(index) for d, index in enumerate(indices) if d != dims[0])
+    return NumberRead(x.name, dims[0], other_indices, of_query=positions[dims[0]] == QUERY)
 
 
 def _expression(x: Any) -> Any:
@@ -141,8 +143,8 @@ def _expression(x: Any) -> Any:
     return x.name if x.op == "placeholder" else (x.target, *map(_expression, x.args), str(x.kwargs))
 
 
-def _seen(fact: Any) -> Seen:
-    return fact if isinstance(fact, Seen) else ANY
+def _mask_facts(fact: Any) -> MaskFacts:
+    return fact if isinstance(fact, MaskFacts) else ANY
 
 
 def _sum(a: Any, b: Any, sign: int = 1) -> Position | None:
@@ -157,7 +159,7 @@ def _absolute(a: Any) -> Distance | None:
     return Distance(a.of_key, a.offset, True) if is_distance else None
 
 
-def _at_most(a: Any, b: Any, less: bool = False) -> Seen:
+def _at_most(a: Any, b: Any, less: bool = False) -> MaskFacts:
     """Returns the range in which `a <= b`, or with `less` `a < b`."""
     if isinstance(a, Distance) and isinstance(b, Position) and not (b.of_query or b.of_key):
         # -limit <= factor * distance + offset <= limit, and the other way round with a factor of -1.
@@ -173,28 +175,28 @@ def _limit(x: float, less: bool) -> float:
     return x if math.isinf(x) else math.ceil(x) - 1 if less else math.floor(x)
 
 
-def _divided(factor: int, least: float, greatest: float) -> Seen:
-    return Seen(least, greatest) if factor > 0 else Seen(-greatest, -least)
+def _divided(factor: int, smallest: float, greatest: float) -> MaskFacts:
+    return MaskFacts(smallest, greatest) if factor > 0 else MaskFacts(-greatest, -smallest)
 
 
-def _equal(a: Any, b: Any) -> Seen:
+def _equal(a: Any, b: Any) -> MaskFacts:
     if isinstance(a, NumberRead) and isinstance(b, NumberRead):
         is_other_side = replace(a, of_query=b.of_query) == b and a.of_query != b.of_query
-        return Seen(equal=((a.tensor, a.dim),)) if is_other_side else ANY
+        return MaskFacts(equal=((a.tensor, a.dim),)) if is_other_side else ANY
     return _both(_at_most(a, b), _at_most(b, a))
 
 
-def _both(a: Any, b: Any) -> Seen:
-    x, y = _seen(a), _seen(b)
-    return Seen(max(x.least, y.least), min(x.greatest, y.greatest), tuple(dict.fromkeys(x.equal + y.equal)))
+def _both(a: Any, b: Any) -> MaskFacts:
+    x, y = _mask_facts(a), _mask_facts(b)
+    return MaskFacts(max(x.smallest, y.smallest), min(x.greatest, y.greatest), tuple(dict.fromkeys(x.equal + y.equal)))
 
 
-def _either(a: Any, b: Any) -> Seen:
-    x, y = _seen(a), _seen(b)
+def _either(a: Any, b: Any) -> MaskFacts:
+    x, y = _mask_facts(a), _mask_facts(b)
     if x.is_never or y.is_never:
         return y if x.is_never else x
     equal = tuple(pair for pair in x.equal if pair in y.equal)
-    return Seen(min(x.least, y.least), max(x.greatest, y.greatest), equal)
+    return MaskFacts(min(x.smallest, y.smallest), max(x.greatest, y.greatest), equal)
 
 
 MEANINGS: dict[Any, Callable[..., Any]] = {

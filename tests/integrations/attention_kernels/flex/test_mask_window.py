@@ -273,7 +273,7 @@ def compiled_blocks_get_all_keys_that_a_document_may_have(rank: int, n: int) -> 
     parallel = autotp.parallelize(
         copy.deepcopy(plain), tp=1, cp=n, cp_attention="gather", example_inputs=(inputs(13), first)
     )
-    assert "they read the keys that their queries see" in message(parallel.compile_blocks)
+    assert "each reads the keys that its queries see" in message(parallel.compile_blocks)
     parallel.compile_blocks(backend="aot_eager")
     for numbers in (first, *others):
         x = inputs(numbers.shape[1])
